@@ -1,0 +1,1 @@
+"""Commands: each file runs as `python -m experiments.NAME`."""

@@ -1,0 +1,1 @@
+"""Self-evolving, skill-augmented search agents in JAX."""

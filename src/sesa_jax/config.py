@@ -1,0 +1,195 @@
+"""The run as one tree of frozen dataclasses. Methods, presets and sizes are functions that `replace` a few fields.
+
+Read `Run` first, then `METHODS` (the 2x2 of the methods), then `lab_preset` (every value of the embedded world that
+differs from the paper's, with the reason). Defaults are the paper's, or SSP's where the paper is silent; the code never
+asks for a method's name, only for fields. `check` refuses pairs that cannot work, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Method = Literal['sesa', 'ssp', 'skillrl', 'search-r1']
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with linear warm-up, then constant. Counts optimizer steps, per role."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 5
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """The policy-gradient objective, the same for both roles."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.285
+    clip_dual: float = 3.0
+    kl: float = 0.01
+    """Weight of k3 against the frozen initial weights."""
+    entropy: float = 0.0
+    aggregation: Literal['token', 'sequence', 'constant'] = 'token'
+    drop_dead_groups: bool = False
+    """Take groups without any difference in reward out of the token denominator."""
+    importance_cap: float = 2.0
+    """Cap of the truncated importance weights between sampler and learner."""
+    importance_weights: Literal['auto', 'on', 'off'] = 'auto'
+    """auto: on with bfloat16 compute, off with float32."""
+    mini_batch: int = 128
+    """Problems per optimizer step of the solver."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens per forward and backward pass, over all devices."""
+
+
+@dataclass(frozen=True)
+class Challenger:
+    temperature: float = 1.0
+    advantage: Literal['batch', 'raw'] = 'batch'
+    """Its groups have one member, so: over the rows of the whole step, or SSP's raw reward."""
+    penalty: float = 0.1
+    """lambda: paid (negative) for p in {0, 1} and for an invalid question."""
+    max_turns: int = 10
+    verifier: Literal['judge', 'off'] = 'judge'
+    noise_blocks: int = 4
+    min_words: int = 10
+    min_characters: int = 10
+    max_characters: int = 1000
+    min_searches: int = 2
+    answer_in_search: bool = True
+    """False rejects a question whose challenger searched for the target answer itself."""
+    reuse: bool = True
+    """Fill an invalid slot with an earlier valid problem."""
+    pool_clear_every: int = 10
+
+
+@dataclass(frozen=True)
+class Solver:
+    rollouts: int = 5
+    """G, rollouts per problem."""
+    temperature: float = 1.0
+    max_turns: int = 10
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token budgets. A row holds at most prompt + response tokens; observations count into the response."""
+
+    prompt: int = 4096
+    response: int = 8192
+    observation: int = 500
+    turn: int = 2048
+    """Sampled tokens of one turn."""
+    documents: int = 3
+
+
+@dataclass(frozen=True)
+class Bank:
+    retrieved: int = 3
+    capacity: int = 800
+    every: int = 10
+    """Steps between consolidations."""
+    at_least: int = 20
+    at_most: int = 30
+    queue: int = 300
+    commit_lag: int = 1
+    """Boundaries between the start of a consolidation and its commit."""
+    grace_steps: int = 0
+    mined_are_seeds: bool = True
+    bootstrap_steps: int = 4
+    """Batches of play before step 1, without updates, whose failures and successes are mined for the seed bank."""
+    mined: int = 142
+    """Most cards mined in the bootstrap."""
+    encoder: Literal['hashing', 'e5-small', 'e5-base-v2'] = 'hashing'
+    threshold: float | None = None
+    """Largest cosine at which a card still counts as new; None: the encoder's own documented value."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    per_cell: int = 100
+    """Held-out questions per class and number of hops in the final evaluation."""
+    validate_per_cell: int = 8
+    """The same in the validation during the run."""
+    batch: int = 64
+    """Problems decoded together."""
+
+
+@dataclass(frozen=True)
+class World:
+    name: Literal['lab'] = 'lab'
+    pointer_share: float = 0.25
+    """Lab: share of entity passages that name the key words of their hard relation."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the main job."""
+
+    model: str = 'tiny'
+    """A backbone's name, or a local Hugging Face folder."""
+    method: Method = 'sesa'
+    """A corner of the 2x2 (questions: data set or self-play; memory: none or skill cards); sets the fields below."""
+    steps: int = 1950
+    seed: int = 0
+    run_dir: str = ''
+    """Run folder; empty: runs/<method>-<seed>-<time>."""
+    resume: bool = False
+    """Go on from the newest commit of --run-dir."""
+    checkpoint_every: int = 5
+    validate_every: int = 5
+    keep_checkpoints: int = 2
+    problems: int = 256
+    """Questions per step."""
+    devices: int = 0
+    """Devices of the mesh; 0: all."""
+    deterministic: bool = False
+    report: bool = True
+    """End with the evaluation on held-out questions and the report."""
+    prompt_style: Literal['full', 'short'] = 'full'
+    """short: the few words that `tiny` was trained on."""
+
+    # What makes the methods, and the ablations. Each field is asked for by its name, never through `method`.
+    self_play: bool = True
+    """Questions come from a challenger; otherwise from the world's training questions."""
+    skill_memory: bool = True
+    """The solver sees cards of the bank."""
+    memory_priming: bool = True
+    """The bank starts with the handwritten and the mined cards; otherwise empty."""
+    frontier_shaping: bool = True
+    """The challenger is paid 4p(1-p), and -lambda at the ends; otherwise 1-p for every valid question (SSP)."""
+    failure_distillation: bool = True
+    """Frontier failures are queued and distilled into cards."""
+    verification: bool = True
+    """A question is checked against its own search results, mixed with noise."""
+    challenger_sees_skills: bool = False
+    """The leak that the paper avoids: cards for the target are put before the challenger's message."""
+    freeze_challenger: bool = False
+    """The challenger plays but is not updated."""
+    freeze_bank: bool = False
+    """Nothing enters and nothing leaves the bank; counters still count."""
+
+    challenger: Challenger = field(default_factory=Challenger)
+    solver: Solver = field(default_factory=Solver)
+    lengths: Lengths = field(default_factory=Lengths)
+    bank: Bank = field(default_factory=Bank)
+    grpo: Grpo = field(default_factory=Grpo)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    world: World = field(default_factory=World)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, with the reason and the way out."""

@@ -1,0 +1,9 @@
+"""Shared test set-up: one persistent compilation cache, and the CPU as the platform."""
+
+import os
+import pathlib
+
+CACHE = pathlib.Path(__file__).resolve().parent.parent / '.cache' / 'jax'
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
