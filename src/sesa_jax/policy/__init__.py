@@ -1,0 +1,1 @@
+"""A causal language model as pure functions: its shape, its forward passes, its mesh, its folder and its tokenizer."""
