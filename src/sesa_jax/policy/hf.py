@@ -1,0 +1,272 @@
+"""Hugging Face folders in and out: config.json, safetensors (one file or an index of several), tokenizer files.
+
+A folder is data from outside: pickled weights are never opened, no code in it is run, shard names may not leave it, and
+every parameter is filled from a tensor of the expected shape or the load fails with the file and the tensor named.
+
+Left out: downloads (a folder must be local) and quantised formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from sesa_jax.config import ConfigError
+from sesa_jax.policy.arch import Architecture, ModelError, Spec, abstract, hf_names, is_spec, leaves
+
+ASSETS = Path(__file__).resolve().parent.parent / 'assets'
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}  # safetensors' names -> ours
+TOKENIZER_FILES = (
+    'tokenizer.json',
+    'tokenizer_config.json',
+    'special_tokens_map.json',
+    'added_tokens.json',
+    'vocab.json',
+    'merges.txt',
+    'chat_template.jinja',
+    'generation_config.json',
+)
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of a model: 'tiny' is packaged, everything else is a path. Raises ConfigError with what exists."""
+    packaged = sorted(path.parent.name for path in ASSETS.glob('*/config.json'))
+    if name in packaged:
+        return ASSETS / name
+    folder = Path(name).expanduser()
+    if (folder / 'config.json').is_file():
+        return folder
+    known = f'packaged models: {", ".join(packaged) or "none"}'
+    if folder.is_dir():
+        raise ConfigError(f'model {name!r}: the folder {folder} has no config.json; {known}')
+    raise ConfigError(f'model {name!r} is neither a packaged model nor a local Hugging Face folder; {known}')
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dict."""
+    return read_json(Path(folder) / 'config.json')
+
+
+def load_architecture(folder: Path) -> Architecture:
+    return Architecture.from_config(load_config(folder), str(Path(folder) / 'config.json'))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises ModelError naming the file when it is missing or something else."""
+    try:
+        data = json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        raise ModelError(f'{path} is missing') from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f'{path} cannot be read as JSON: {error}') from None
+    if not isinstance(data, dict):
+        raise ModelError(f'{path} must hold a JSON object, not {type(data).__name__}')
+    return data
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_params(folder: Path, arch: Architecture, shardings: Any = None, dtype: Any = np.float32) -> dict[str, Any]:
+    """The parameter tree of `arch.abstract`, in `dtype`, from the safetensors of a folder.
+
+    shardings: a tree of NamedSharding like the parameters, or None for the default device.
+    Raises ModelError for a missing, short or foreign file and for a missing, extra, misshapen or non-finite tensor.
+    """
+    folder = Path(folder)
+    wanted = hf_names(arch)
+    spec_of = dict(leaves(abstract(arch)))
+    files = _tensor_files(folder)
+    # A tied file may repeat the head; the embedding is what counts.
+    spare = {'lm_head.weight'} if arch.tied else set()
+    for name in sorted(wanted.keys() - files.keys()):
+        where = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
+        raise ModelError(f'{where}: tensor {name} is missing')
+    for name in sorted(files.keys() - wanted.keys() - spare):
+        raise ModelError(f'{files[name]}: tensor {name} does not belong to this architecture')
+    for name, (path, _, _) in wanted.items():
+        _check_header(files[name], name, spec_of[path])
+
+    by_path: dict[tuple[str, ...], list[str]] = {}
+    for name, (path, _, _) in wanted.items():  # in layer order
+        by_path.setdefault(path, []).append(name)
+
+    def load(path: tuple[str, ...], sharding: Any) -> jax.Array:
+        spec = spec_of[path]
+        whole = np.empty(spec.shape, dtype)
+        for i, name in enumerate(by_path[path]):
+            target = whole[i] if spec.axes[0] == 'layers' else whole
+            tensor = _read(files[name], name)
+            target[...] = tensor.T if spec.transpose else tensor
+        return jax.device_put(whole, sharding)
+
+    specs = abstract(arch)
+    paths, treedef = jax.tree.flatten(
+        jax.tree_util.tree_map_with_path(lambda keys, _: tuple(key.key for key in keys), specs, is_leaf=is_spec),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    placed = [None] * len(paths) if shardings is None else treedef.flatten_up_to(shardings)
+    return treedef.unflatten([load(path, sharding) for path, sharding in zip(paths, placed, strict=True)])
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            pickled = sorted(p.name for p in folder.glob('*.bin')) + sorted(p.name for p in folder.glob('*.pt*'))
+            hint = f' ({pickled[0]} is a pickle, which is never opened)' if pickled else ''
+            raise ModelError(f'{folder} has neither {SINGLE} nor {INDEX}{hint}')
+        path = _inside(folder, SINGLE, folder)
+        return dict.fromkeys(_keys(path), path)
+    weight_map = read_json(index).get('weight_map')
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f'{index}: weight_map must map tensor names to file names')
+    files: dict[str, Path] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = _inside(folder, shard, index)
+        listed = {name for name, file in weight_map.items() if file == shard}
+        held = set(_keys(path))
+        for name in sorted(listed - held):
+            raise ModelError(f'{path}: tensor {name} is missing, though {INDEX} places it there')
+        for name in sorted(held - listed):
+            raise ModelError(f'{path}: tensor {name} is not placed there by {INDEX}')
+        files |= dict.fromkeys(listed, path)
+    return files
+
+
+def _inside(folder: Path, name: str, where: Path) -> Path:
+    """The path of a file of the folder. Names must be base names, links must stay in the folder or in the blob store
+    that a Hugging Face cache keeps beside its snapshots."""
+    if name != os.path.basename(name) or name in ('', '.', '..') or '\\' in name or '\0' in name:
+        raise ModelError(f'{where}: file name {name!r} leads out of the folder')
+    path = folder / name
+    if not path.is_file():
+        raise ModelError(f'{path} is missing' + (f', though {where.name} names it' if where != folder else ''))
+    root, real = folder.resolve(), path.resolve()
+    allowed = [root, root.parent.parent / 'blobs'] if root.parent.name == 'snapshots' else [root]
+    if real.parent not in allowed:
+        raise ModelError(f'{path} is a link that leads out of the folder, to {real}')
+    return path
+
+
+def _keys(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework='numpy') as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f'{path} is damaged or cut short: {error}') from None
+
+
+def _check_header(path: Path, name: str, spec: Spec) -> None:
+    """Shape and type of a tensor, before anything is allocated."""
+    with safe_open(path, framework='numpy') as file:
+        view = file.get_slice(name)
+        shape, kind = tuple(view.get_shape()), view.get_dtype()
+    if shape != spec.hf_shape:
+        raise ModelError(f'{path}: tensor {name} has shape {list(shape)}, expected {list(spec.hf_shape)}')
+    if kind not in DTYPES:
+        raise ModelError(f'{path}: tensor {name} has type {kind}, supported: {", ".join(DTYPES)}')
+
+
+def _read(path: Path, name: str) -> np.ndarray:
+    with safe_open(path, framework='numpy') as file:
+        tensor = file.get_tensor(name).astype(np.float32)
+    if not np.isfinite(tensor).all():
+        raise ModelError(f'{path}: tensor {name} holds values that are not finite')
+    return tensor
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: Path,
+    arch: Architecture,
+    params: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    *,
+    dtype: str = 'float32',
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder that `load_params` and transformers load: weights, config.json, tokenizer files.
+
+    config: the config.json to keep (its ids and extra keys); None writes `arch.to_config()`. It must describe `arch`.
+    tokenizer: a folder to copy the tokenizer's files from, or a transformers tokenizer; None writes none.
+    Weights go into one file, or into shards of at most `shard_bytes` with an index. config.json is written last, so a
+    folder without it is one whose save did not finish.
+    """
+    folder = Path(folder)
+    config = {**(config or arch.to_config()), 'dtype': dtype}
+    config.pop('torch_dtype', None)
+    if Architecture.from_config(config, 'the config to save') != arch:
+        raise ModelError(f'{folder}: the config to save describes another architecture than the parameters')
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.json').unlink(missing_ok=True)
+    for old in folder.glob('model*.safetensors*'):
+        old.unlink()
+    _save_tokenizer(folder, tokenizer)
+    _save_weights(folder, arch, params, dtype, shard_bytes)
+    _write_json(folder / 'config.json', config)
+
+
+def _save_weights(folder: Path, arch: Architecture, params: Mapping[str, Any], dtype: str, shard_bytes: int) -> None:
+    kind = np.dtype(jax.numpy.dtype(dtype))
+    spec_of = dict(leaves(abstract(arch)))
+    names = list(hf_names(arch).items())
+    sizes = {name: int(np.prod(spec_of[path].hf_shape)) * kind.itemsize for name, (path, _, _) in names}
+    shards: list[list[tuple[str, Any]]] = [[]]
+    filled = 0
+    for name, place in names:
+        if shards[-1] and filled + sizes[name] > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, place))
+        filled += sizes[name]
+
+    def tensor(path: tuple[str, ...], layer: int | None, transpose: bool) -> np.ndarray:
+        value: Any = params
+        for key in path:
+            value = value[key]
+        if value.shape != spec_of[path].shape:
+            raise ModelError(f'parameter {"/".join(path)} has shape {value.shape}, expected {spec_of[path].shape}')
+        array = np.asarray(value if layer is None else value[layer]).astype(kind)
+        return np.ascontiguousarray(array.T if transpose else array)
+
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
+        save_file({name: tensor(*place) for name, place in shard}, folder / file, metadata={'format': 'pt'})
+        weight_map |= {name: file for name, _ in shard}
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': weight_map})
+
+
+def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    if tokenizer is None:
+        return
+    if hasattr(tokenizer, 'save_pretrained'):
+        tokenizer.save_pretrained(folder)
+        return
+    source = Path(tokenizer)
+    if not (source / 'tokenizer.json').is_file():
+        raise ModelError(f'{source / "tokenizer.json"} is missing, so the tokenizer cannot be copied')
+    if source.resolve() != folder.resolve():
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')

@@ -1,0 +1,45 @@
+"""A small byte-level BPE tokenizer, trained here, in a folder of its own, and random architectures."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sesa_jax.policy.arch import Architecture
+
+CONTROL = ('<|im_start|>', '<|im_end|>', '<|endoftext|>')
+MARKERS = ('<think>', '</think>')  # added, but not special: they too must never come out of a document
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = [
+    'Where was the company of the river founded? <search>founder of the company</search>',
+    'The answer is <answer>Paris</answer>. im_start im_end endoftext think user assistant system',
+    'A second question about 1969, naïve cafés, and Köln 東京.',
+]
+
+
+@pytest.fixture(scope='session')
+def tokenizer_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('tokenizer')
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    # The control tokens enter the vocabulary of the model too, as trainers do by default.
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(CONTROL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    raw.train_from_iterator(TEXT * 20, trainer)
+    raw.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token='<|im_end|>', pad_token='<|endoftext|>')
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+def architecture(**changes) -> Architecture:
+    """Small, with a head size that is not D / N."""
+    values = dict(vocab=97, layers=3, width=40, hidden=56, heads=6, kv_heads=2, head_size=12, rope_theta=1e4, eps=1e-6)
+    return Architecture(**{**values, 'tied': True, 'max_positions': 64, **changes})
