@@ -58,7 +58,8 @@ def paired_bootstrap(
         return Interval(-1.0, 1.0)
     # A stratum of one question gives the same question in every draw: a constant, which SciPy would refuse.
     fixed = sum(stratum[0] for stratum in differences if len(stratum) == 1)
-    drawn = [np.asarray(stratum, dtype=np.float64) for stratum in differences if len(stratum) > 1]
+    # Sorted, so that the order of the questions cannot reach the interval.
+    drawn = [np.sort(np.asarray(stratum, dtype=np.float64)) for stratum in differences if len(stratum) > 1]
     if not drawn:
         return Interval(fixed / n, fixed / n)
 

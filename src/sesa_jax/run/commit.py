@@ -55,7 +55,10 @@ def write(folder: RunFolder, record: CommitRecord) -> None:
 def read(folder: RunFolder, step: int) -> CommitRecord:
     """The record of a step. FileNotFoundError if there is none, ValueError if a bit of it changed."""
     file = folder.record_file(step)
-    return CommitRecord(**unseal(file.read_bytes(), str(file)))
+    data = unseal(file.read_bytes(), str(file))
+    if data.keys() != {field.name for field in dataclasses.fields(CommitRecord)}:
+        raise ValueError(f'{file} has fields that this version does not understand')
+    return CommitRecord(**data)
 
 
 def recorded(folder: RunFolder) -> list[int]:
