@@ -25,7 +25,7 @@ from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from sesa_jax.run.clock import SYSTEM, Clock
-from sesa_jax.run.files import canonical
+from sesa_jax.run.files import canonical, sync
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.visible import clean, duration
 
@@ -39,8 +39,8 @@ class MetricsLog:
     def __init__(self, folder: RunFolder, clock: Clock = SYSTEM):
         self._clock = clock
         self._file = open(folder.metrics, 'ab')  # noqa: SIM115
-        rebuild_tensorboard(folder)
-        self._writer = SummaryWriter(str(folder.tensorboard))
+        sync(folder.path)  # a new file needs its name to be durable, too
+        self._writer = _rebuilt(folder)
 
     def append(self, line: Mapping[str, Any]) -> int:
         """Write one step durably; returns the offset behind it. `line` needs `step`; `time` gets the wall clock.
@@ -87,13 +87,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def rebuild_tensorboard(folder: RunFolder) -> None:
-    """Make the TensorBoard folder anew from `metrics.jsonl`, so that it shows no step that was dropped."""
+    """Make the TensorBoard folder anew from `metrics.jsonl`."""
+    _rebuilt(folder).close()
+
+
+def _rebuilt(folder: RunFolder) -> SummaryWriter:
+    """A writer into a new TensorBoard folder that holds the steps of `metrics.jsonl`, and none that was dropped."""
     shutil.rmtree(folder.tensorboard, ignore_errors=True)
-    rows = read_metrics(folder.metrics)
-    if rows:
-        with SummaryWriter(str(folder.tensorboard)) as writer:
-            for row in rows:
-                _scalars(writer, row)
+    writer = SummaryWriter(str(folder.tensorboard))
+    for row in read_metrics(folder.metrics) if folder.metrics.exists() else []:
+        _scalars(writer, row)
+    return writer
 
 
 def flatten(data: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
