@@ -193,3 +193,51 @@ class Run:
 
 class ConfigError(ValueError):
     """A configuration that cannot run, with the reason and the way out."""
+
+
+METHODS: dict[str, dict[str, bool]] = {
+    #                                          no skill memory                                  skill memory
+    'search-r1': {'self_play': False, 'skill_memory': False},
+    'skillrl': {'self_play': False, 'skill_memory': True},  # fixed questions
+    'ssp': {'self_play': True, 'skill_memory': False, 'frontier_shaping': False},  # paid 1 - p, as in its main run
+    'sesa': {'self_play': True, 'skill_memory': True},
+}
+
+
+def with_method(run: Run, method: Method) -> Run:
+    """The run in another corner of the 2x2. Without memory there is nothing to prime, to distil or to see."""
+    fields = dict(METHODS[method])
+    if not fields['skill_memory']:
+        fields |= {'memory_priming': False, 'failure_distillation': False}
+    return replace(run, method=method, **fields)
+
+
+def lab_preset(run: Run) -> Run:
+    """`tiny` on the embedded world. The one table of values that differ from the paper's, each with its reason."""
+    return replace(
+        run,
+        steps=40,  # five minutes on two cores, and four consolidations
+        checkpoint_every=1,  # a step costs seconds, a checkpoint a tenth of one
+        validate_every=5,
+        problems=16,  # two cores
+        deterministic=True,
+        prompt_style='short',  # the words that tiny was trained on
+        challenger=replace(
+            run.challenger,
+            temperature=0.5,  # at 1 a 0.9M-parameter policy miscopies names in most questions
+            max_turns=6,
+            min_words=5,  # 'Who is the founder of Velmar?' is a whole question here
+            min_searches=1,  # the inverse of a fact is one search away
+        ),
+        solver=replace(run.solver, max_turns=6),  # three hops, with a second search each
+        # A passage has at most 45 tokens; a turn is one think line and one tag.
+        lengths=Lengths(prompt=320, response=640, observation=160, turn=72, documents=2),
+        bank=replace(run.bank, mined=40),  # what four batches of 16 can give
+        grpo=replace(
+            run.grpo,
+            mini_batch=16,  # the whole batch: one update a step
+            kl=0.02,  # with none, easy questions get worse within 30 steps
+            micro_batch_tokens=8192,  # what two cores' caches like
+        ),
+        optimizer=replace(run.optimizer, learning_rate=3e-4),  # 1e-6 is for billions of parameters
+    )

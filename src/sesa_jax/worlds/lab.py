@@ -266,7 +266,9 @@ def build(
             members.setdefault((kind, part), []).append(name)
     people = [*(r.noun for r in hard.values()), 'director', 'author']
     occupation = {
-        name: people[i % len(people)] for part in ('train', 'held_out') for i, name in enumerate(members['person', part])
+        name: people[i % len(people)]
+        for part in ('train', 'held_out')
+        for i, name in enumerate(members['person', part])
     }
 
     facts: list[Fact] = []
@@ -305,7 +307,8 @@ def _write(rng, relations, hard, types, occupation, facts, decoys, pointers, wor
 
     passages: list[tuple[str, str]] = []
     own: dict[str, list[str]] = {
-        name: [f'{name} is {_article(occupation.get(name, kind))} {hard[kind].verb} long ago.'] for name, kind in types.items()
+        name: [f'{name} is {_article(occupation.get(name, kind))} {hard[kind].verb} long ago.']
+        for name, kind in types.items()
     }
     for fact in facts:
         relation = relations[fact.relation]
