@@ -36,6 +36,7 @@ from sesa_jax.policy import hf, transformer
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.records import Document, Search, Target
 from sesa_jax.rollout import episode
+from sesa_jax.run.memory import keep_freed_memory
 from sesa_jax.selfplay import prompts
 from sesa_jax.skills import priming
 from sesa_jax.worlds import demonstrations, lab
@@ -67,6 +68,8 @@ class Recipe:
     warmup: int = 100
     weight_decay: float = 0.05
     think_weight: float = 2.0
+    context_weight: float = 0.2
+    """Loss weight of prompts and observations: names that come again there teach copying early."""
     demonstrations_per_world: int = 48
     world_size: float = 0.35
     seed: int = 0
@@ -218,17 +221,18 @@ def _record(transcript: demonstrations.Transcript) -> Demonstration:
     return Demonstration(transcript.user, tuple(segments))
 
 
-def encode(demonstration: Demonstration, tokenizer: Tokenizer, think_weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ids i32[T] and loss weights f32[T] (0 on prompt and observations)."""
+def encode(demonstration: Demonstration, tokenizer: Tokenizer, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Ids i32[T] and loss weights f32[T]."""
+    weight_of = {'observation': recipe.context_weight, 'act': 1.0, 'think': recipe.think_weight}
     ids = list(tokenizer.chat(None, demonstration.user))
-    weights = [0.0] * len(ids)
+    weights = [recipe.context_weight] * len(ids)
     for kind, segment in demonstration.segments:
         if isinstance(segment, Search):
             piece = episode.encode_observation(tokenizer.encode, segment, OBSERVATION)
         else:
             piece = tokenizer.encode(segment)
         ids += piece
-        weights += [{'observation': 0.0, 'act': 1.0, 'think': think_weight}[kind]] * len(piece)
+        weights += [weight_of[kind]] * len(piece)
     return np.asarray(ids, np.int32), np.asarray(weights, np.float32)
 
 
@@ -240,7 +244,7 @@ def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[tuple[np.ndarray, 
     for world_seed in range(10_000, 10_000_000):
         hops = 1 + (step >= recipe.steps * 0.25) + (step >= recipe.steps * 0.45)
         for demonstration in play(world_seed, rng, recipe, hops, recipe.demonstrations_per_world):
-            ids, weights = encode(demonstration, tokenizer, recipe.think_weight)
+            ids, weights = encode(demonstration, tokenizer, recipe)
             bucket = next((b for b in BUCKETS if len(ids) <= b), None)
             if bucket is None:
                 continue
@@ -276,8 +280,9 @@ def make_update(recipe: Recipe) -> tuple[optax.GradientTransformation, Callable]
         hidden = transformer.hidden(params, TINY, ids, lengths)
         logits = transformer.logits(params, TINY, hidden[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
-        right = (logits.argmax(-1) == ids[:, 1:]) & (weights[:, 1:] > 0)
-        return (losses * weights[:, 1:]).sum() / weights.sum(), right.sum() / (weights[:, 1:] > 0).sum()
+        is_action = weights[:, 1:] >= 1
+        right = (logits.argmax(-1) == ids[:, 1:]) & is_action
+        return (losses * weights[:, 1:]).sum() / weights.sum(), right.sum() / is_action.sum()
 
     @jax.jit
     def update(params, state, ids, lengths, weights):
@@ -290,6 +295,7 @@ def make_update(recipe: Recipe) -> tuple[optax.GradientTransformation, Callable]
 
 def main(recipe: Recipe) -> None:
     began = time.monotonic()
+    keep_freed_memory()
     train_tokenizer(recipe.out)
     (recipe.out / 'config.json').write_text(json.dumps(model_config(recipe.out), indent=1))
     tokenizer = Tokenizer(recipe.out)

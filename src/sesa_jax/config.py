@@ -7,13 +7,14 @@ asks for a method's name, only for fields. `check` refuses pairs that cannot wor
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import json
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import tyro
 
 Method = Literal['sesa', 'ssp', 'skillrl', 'search-r1']
 
@@ -241,3 +242,107 @@ def lab_preset(run: Run) -> Run:
         ),
         optimizer=replace(run.optimizer, learning_rate=3e-4),  # 1e-6 is for billions of parameters
     )
+
+
+# --- from the command line, to JSON and back --------------------------------------------------------------------------
+
+
+def from_command_line(arguments: Sequence[str], description: str = '') -> Run:
+    """The run of a command line: the model's preset, in the corner of `--method`, then every flag that was given.
+
+    An unknown flag ends the process with the nearest names (tyro); a pair that cannot work raises ConfigError.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument('--model', default='tiny')
+    first.add_argument('--method', default='sesa')
+    known, _ = first.parse_known_args(arguments)
+    run = Run(model=known.model)
+    if known.model == 'tiny':
+        run = lab_preset(run)
+    if known.method in METHODS:  # tyro refuses any other with the list of choices
+        run = with_method(run, known.method)
+    run = tyro.cli(Run, default=run, args=list(arguments), description=description)
+    check(run)
+    return run
+
+
+def check(run: Run) -> None:
+    """Raises ConfigError for values and pairs that cannot run; the message names the flags."""
+    at_least_one = {
+        '--steps': run.steps, '--problems': run.problems, '--solver.rollouts': run.solver.rollouts,
+        '--checkpoint-every': run.checkpoint_every, '--validate-every': run.validate_every,
+        '--keep-checkpoints': run.keep_checkpoints, '--bank.every': run.bank.every, '--bank.capacity': run.bank.capacity,
+        '--bank.at-least': run.bank.at_least, '--bank.commit-lag': run.bank.commit_lag,
+        '--solver.max-turns': run.solver.max_turns, '--challenger.max-turns': run.challenger.max_turns,
+        '--grpo.mini-batch': run.grpo.mini_batch, '--lengths.documents': run.lengths.documents,
+        '--challenger.pool-clear-every': run.challenger.pool_clear_every,
+        '--evaluation.per-cell': run.evaluation.per_cell, '--evaluation.batch': run.evaluation.batch,
+    }  # fmt: skip
+    for flag, value in at_least_one.items():
+        if value < 1:
+            raise ConfigError(f'{flag} is {value}; it must be at least 1')
+    for flag, value in {
+        '--seed': run.seed, '--devices': run.devices, '--bank.retrieved': run.bank.retrieved,
+        '--bank.grace-steps': run.bank.grace_steps, '--bank.mined': run.bank.mined,
+        '--bank.bootstrap-steps': run.bank.bootstrap_steps, '--challenger.noise-blocks': run.challenger.noise_blocks,
+        '--solver.temperature': run.solver.temperature, '--challenger.temperature': run.challenger.temperature,
+        '--optimizer.learning-rate': run.optimizer.learning_rate, '--grpo.kl': run.grpo.kl,
+        '--challenger.penalty': run.challenger.penalty,
+    }.items():  # fmt: skip
+        if not 0 <= value < float('inf'):
+            raise ConfigError(f'{flag} is {value}; it must be a number of at least 0')
+    if run.bank.commit_lag >= run.bank.every:
+        raise ConfigError(
+            f'--bank.commit-lag {run.bank.commit_lag} is not shorter than --bank.every {run.bank.every}: '
+            'a consolidation must end before the next one starts'
+        )
+    if run.bank.at_most < run.bank.at_least:
+        raise ConfigError(f'--bank.at-most {run.bank.at_most} is less than --bank.at-least {run.bank.at_least}')
+    if run.bank.retrieved > run.bank.capacity:
+        raise ConfigError(f'--bank.retrieved {run.bank.retrieved} is more than --bank.capacity {run.bank.capacity}')
+    needs = [
+        (run.challenger_sees_skills, '--challenger-sees-skills', run.self_play and run.skill_memory,
+         'self-play and a skill memory (--method sesa)'),
+        (run.freeze_challenger, '--freeze-challenger', run.self_play, 'self-play (--method sesa or ssp)'),
+        (run.freeze_bank, '--freeze-bank', run.skill_memory, 'a skill memory (--method sesa or skillrl)'),
+        (run.failure_distillation, '--failure-distillation', run.skill_memory, 'a skill memory'),
+        (run.memory_priming, '--memory-priming', run.skill_memory, 'a skill memory'),
+    ]  # fmt: skip
+    for is_on, flag, is_met, what in needs:
+        if is_on and not is_met:
+            raise ConfigError(f'{flag} needs {what}, which --method {run.method} does not have')
+    if run.resume and not run.run_dir:
+        raise ConfigError('--resume needs --run-dir, the folder of the run to go on with')
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    return dataclasses.asdict(run)
+
+
+def from_json(data: Mapping[str, Any]) -> Run:
+    """Inverse of `to_json`. ConfigError names a field that this version does not know, or lacks."""
+    return _read(Run, data, 'config')
+
+
+def difference(run: Run, other: Run | None = None) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> (value here, value in `other`, by default the paper's `Run()`), where they differ."""
+    ours, theirs = _flat(to_json(run)), _flat(to_json(other or Run()))
+    return {name: (value, theirs[name]) for name, value in ours.items() if value != theirs[name]}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flat(value, f'{prefix}{name}.') if isinstance(value, Mapping) else {f'{prefix}{name}': value}
+    return flat
+
+
+def _read(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f'{where} must be an object, not {type(data).__name__}')
+    hints = typing.get_type_hints(kind)
+    names = {f.name for f in dataclasses.fields(kind)}
+    if odd := names ^ set(data):
+        raise ConfigError(f'{where}: {min(odd)} is {"missing" if min(odd) in names else "not a field of this version"}')
+    return kind(**{n: _read(hints[n], v, f'{where}.{n}') if dataclasses.is_dataclass(hints[n]) else v
+                   for n, v in data.items()})  # fmt: skip
