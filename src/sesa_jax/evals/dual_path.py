@@ -144,13 +144,12 @@ def summary(result: EvaluationResult) -> str:
     n = max(rate.n for rate in total.values())
     names = {'base': 'base', 'off': 'Off', 'on': 'On'}
     parts = [
-        f'{names[arm]} {_percent(rate.rate)} [{_percent(rate.low)}, {_percent(rate.high)}]'
-        for arm, rate in total.items()
+        f'{names[arm]} {percent(rate.rate)} [{percent(rate.low)}, {percent(rate.high)}]' for arm, rate in total.items()
     ]
     gains = []
     for pair, name in (('on-base', 'On - base'), ('off-base', 'Off - base'), ('on-off', 'On - Off')):
         if pair in result.differences:
-            gains.append(f'{name} {_gain(result.differences[pair][TOTAL])}')
+            gains.append(f'{name} {gain(result.differences[pair][TOTAL])}')
     sentence = f'On {n} held-out questions: {" -> ".join(parts)}'
     return f'{sentence}; {", ".join(gains)}.' if gains else f'{sentence}.'
 
@@ -162,8 +161,8 @@ def table(result: EvaluationResult) -> str:
     for section in result.sections:
         rates = [result.rates[arm][section] for arm in result.arms]
         row = [section, str(max(rate.n for rate in rates))]
-        row += [f'{_percent(rate.rate)} [{_percent(rate.low)}, {_percent(rate.high)}]' for rate in rates]
-        row += [_gain(result.differences[pair][section]) for pair in result.differences]
+        row += [f'{percent(rate.rate)} [{percent(rate.low)}, {percent(rate.high)}]' for rate in rates]
+        row += [gain(result.differences[pair][section]) for pair in result.differences]
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = [
@@ -229,11 +228,13 @@ def _difference(
     )
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A rate in percent with one decimal; '-' for none."""
     return '-' if value is None else f'{100 * value:.1f}'
 
 
-def _gain(found: Difference) -> str:
+def gain(found: Difference) -> str:
+    """A difference in points, with its interval and p value."""
     if found.difference is None:
         return '-'
     return f'{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}] p={found.p:.2g}'
