@@ -172,6 +172,28 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+FULL = """
+import pathlib, resource, sys
+import numpy as np
+from sesa_jax.run.checkpoint import CheckpointError, save
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    save(pathlib.Path(sys.argv[1]), 2, {'x': np.random.default_rng(0).normal(size=100_000)})
+except CheckpointError as error:
+    print(str(error)[:40])
+"""
+
+
+@pytest.mark.parametrize('limit', [100, 400_000])  # in the first small file, in the arrays
+def test_a_write_that_fails_is_said_and_leaves_nothing(tmp_path, limit):
+    fake(tmp_path, 1)
+    done = subprocess.run(
+        [sys.executable, '-c', FULL, str(tmp_path), str(limit)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith(f'cannot write {tmp_path}'[:40]), done.stderr
+    assert sorted(child.name for child in tmp_path.iterdir()) == ['00001']
+
+
 def fake(root, *numbers):
     """Complete checkpoints of a trivial tree."""
     for number in numbers:

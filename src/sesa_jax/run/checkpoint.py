@@ -74,9 +74,9 @@ def save(checkpoints: Path, step: int, tree: Any) -> str:
         crash_point('checkpoint.before_rename')
         os.replace(temporary, place)
         sync(checkpoints)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a full disk reaches Orbax's caller as a ValueError
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f'cannot write {place}: {error.strerror or error}') from error
+        raise CheckpointError(f'cannot write {place}: {error}') from error
     crash_point('checkpoint.after_rename')
     return digest
 
