@@ -2,7 +2,8 @@
 
 import pytest
 
-from sesa_jax.host.judge import Verification, judge, occurs, parse_verdict, sentences, verify
+from sesa_jax.host.judge import judge, occurs, parse_verdict, sentences, verify
+from sesa_jax.host.schema import Verification
 
 ACCEPT = Verification('accept')
 MISSING = Verification('reject', 'target-not-in-materials')

@@ -10,7 +10,6 @@ Left out: the model behind a URL, its prompt and its retries.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import re
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from sesa_jax.evals.score import exact
+from sesa_jax.host.schema import Verification
 from sesa_jax.host.search import Ranking, words
 
 READ_SENTENCES = 3  # the reader looks at this many sentences of the ranking
@@ -25,16 +25,6 @@ CLOSING = '.!,;。！ \t'  # a question mark or a colon leaves the matter open
 REASONING = re.compile(r'\A\s*<think>.*?</think>', re.DOTALL)
 # Not after an initial or a two-letter title ('J. Vel', 'St. Mary'): a name that is cut could never be read.
 SENTENCE_END = re.compile(r'(?<!\b[A-Z]\.)(?<!\b[A-Z][a-z]\.)(?<=[.!?])\s+|\n+')
-
-Reason = Literal['', 'target-not-in-materials', 'target-not-read']
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """Whether a question may be asked, and if not, why. 'outage': the verifier failed, which says nothing about it."""
-
-    outcome: Literal['accept', 'reject', 'outage']
-    reason: Reason = ''
 
 
 def parse_verdict(reply: str | None, is_cut: bool = False) -> bool | None:

@@ -1,0 +1,150 @@
+"""The typed client against a real host process: what comes back, and what happens when the process does not answer."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from sesa_jax.host import client as client_module
+from sesa_jax.host.client import (
+    HostClient,
+    HostConflict,
+    HostError,
+    HostProcess,
+    HostRefusal,
+    JudgeItem,
+    Verification,
+    VerifyItem,
+)
+from sesa_jax.records import Search, Target
+from sesa_jax.run.clock import Clock
+from sesa_jax.worlds import lab
+
+
+@pytest.fixture(scope='module')
+def title(run_data) -> str:
+    """An entity of the run's world."""
+    return lab.build(run_data['seed']).documents[0].title
+
+
+def test_searches_come_back_in_query_order_with_their_outcome(shared, title):
+    found, empty = shared.search([title, 'zyx'], 2)
+    assert isinstance(found, Search)
+    assert (found.query, found.outcome, found.documents[0].title) == (title, 'ok', title)
+    assert (empty.query, empty.outcome, empty.documents) == ('zyx', 'empty', ())
+    assert found.latency > 0
+    assert shared.search([], 2) == []
+
+
+def test_a_submitted_search_does_not_wait(shared, title):
+    futures = [shared.submit_search([title], 1) for _ in range(20)]
+    assert {future.result(10)[0].documents[0].title for future in futures} == {title}
+
+
+def test_answers_and_questions_are_judged_in_order(shared):
+    answers = [JudgeItem('q', 'the Orsk!', ('Vel', 'Orsk')), JudgeItem('q', 'Orsk town', ('Orsk',))]
+    assert shared.judge(answers) == ['correct', 'wrong']
+    target = Target('Orin Vale', ('Orin',))
+    own = ('Velmar: Velmar was founded by Orin.',)
+    questions = [VerifyItem('Who founded Velmar?', target, materials, ('Tar: a river.',), 3) for materials in (own, ())]
+    assert shared.verify(questions) == [Verification('accept'), Verification('reject', 'target-not-in-materials')]
+
+
+def test_calls_are_counted_by_purpose_and_once(shared, title):
+    shared.take_calls()
+    shared.search([title, 'b'], 2)
+    shared.search(['c'], 2, purpose='evaluation')
+    shared.judge([JudgeItem('q', 'a', ('a',))])
+    with pytest.raises(HostRefusal):
+        shared.search(['d'], 0)
+    assert shared.take_calls() == {'search': 2, 'evaluation': 1, 'judging': 1}
+    assert shared.take_calls() == {}
+
+
+def test_a_refusal_names_the_field_and_is_not_sent_again(shared, server):
+    with pytest.raises(HostRefusal, match='search: k must be a whole number from 1 to 100, not 0'):
+        shared.search(['a'], 0)
+    assert server.restarts == 0
+
+
+def test_a_killed_host_is_replaced_once_and_all_calls_in_flight_are_sent_again(host, process, title):
+    before = host.search([title], 2)[0].documents
+    os.kill(process.pid, signal.SIGKILL)
+    futures = [host.submit_search([title], 2) for _ in range(10)]
+    assert [future.result(30)[0].documents for future in futures] == [before] * 10
+    assert process.restarts == 1
+
+
+def test_a_host_that_hangs_or_whose_socket_is_gone_is_replaced(process, title, monkeypatch):
+    os.unlink(process.socket)
+    with HostClient(process) as host:
+        assert host.search([title], 1)[0].outcome == 'ok'
+        assert process.restarts == 1
+        monkeypatch.setattr(client_module, 'PING_AFTER', 0.2)
+        monkeypatch.setattr(client_module, 'PING_SECONDS', 0.3)
+        hung = process.pid
+        os.kill(hung, signal.SIGSTOP)
+        begin = time.monotonic()
+        future = host.submit_search([title], 1)
+        while process.pid == hung and time.monotonic() < begin + 10:
+            time.sleep(0.01)
+        assert time.monotonic() - begin < 5
+        monkeypatch.setattr(client_module, 'PING_SECONDS', 30)
+        assert future.result(30)[0].outcome == 'ok'
+    assert not os.path.exists(f'/proc/{hung}')
+
+
+def test_a_host_that_keeps_dying_is_given_up_with_the_reason(tmp_path, run_data, title):
+    now = [0.0]
+    clock = Clock(monotonic=lambda: now[0])
+    with HostProcess.start(tmp_path, run_data, most_restarts=1, clock=clock) as process, HostClient(process) as host:
+        os.kill(process.pid, signal.SIGKILL)
+        assert host.search([title], 1)[0].outcome == 'ok'
+        os.kill(process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(HostError, match=r'failed 2 times within 10 minutes, last: search: .*host.log'):
+                host.search([title], 1)
+        now[0] = 601.0
+        assert host.search([title], 1)[0].outcome == 'ok'
+
+
+def test_the_connection_of_a_process_that_was_stopped_is_an_error(process):
+    with HostClient(process) as host:
+        process.stop()
+        with pytest.raises(HostError, match='was stopped'):
+            host.search(['a'], 1)
+
+
+def test_calls_from_several_threads_and_clients_do_not_mix(server, title):
+    wrong = []
+
+    def ask(host, word):
+        for _ in range(20):
+            if host.search([word], 1)[0].query != word:
+                wrong.append(word)
+
+    with HostClient(server) as one, HostClient(server) as two:
+        threads = [threading.Thread(target=ask, args=(host, f'w{i}')) for i, host in enumerate([one, two] * 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_closed_client_leaves_no_thread_and_says_so(server):
+    before = threading.active_count()
+    host = HostClient(server)
+    assert threading.active_count() == before + 1
+    host.close()
+    host.close()
+    assert threading.active_count() == before
+    with pytest.raises(HostError, match='this client was closed'):
+        host.search(['a'], 1)
+
+
+def test_cards_cannot_be_retrieved_before_a_snapshot(shared):
+    with pytest.raises(HostConflict, match='take a snapshot first'):
+        shared.retrieve(['q'], 3)
