@@ -1,11 +1,15 @@
 """A small byte-level BPE tokenizer, trained here, in a folder of its own, and random architectures."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sesa_jax.policy import transformer
 from sesa_jax.policy.arch import Architecture
 
 CONTROL = ('<|im_start|>', '<|im_end|>', '<|endoftext|>')
@@ -39,7 +43,37 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def architecture(**changes) -> Architecture:
-    """Small, with a head size that is not D / N."""
-    values = dict(vocab=97, layers=3, width=40, hidden=56, heads=6, kv_heads=2, head_size=12, rope_theta=1e4, eps=1e-6)
-    return Architecture(**{**values, 'tied': True, 'max_positions': 64, **changes})
+@pytest.fixture(scope='session')
+def make_arch() -> Callable[..., Architecture]:
+    """Small, with a head size that is not D / N; keywords change fields."""
+
+    def make(**changes: Any) -> Architecture:
+        values: dict[str, Any] = {
+            'vocab': 97,
+            'layers': 3,
+            'width': 40,
+            'hidden': 56,
+            'heads': 6,
+            'kv_heads': 2,
+            'head_size': 12,
+            'rope_theta': 1e4,
+            'eps': 1e-6,
+            'tied': True,
+            'max_positions': 512,
+        }
+        return Architecture(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture(scope='session')
+def random_params() -> Callable[[Architecture, int], Any]:
+    """Parameters without a structure that could hide a fault: norm weights too are random, and nothing is small."""
+
+    def make(arch: Architecture, seed: int = 0) -> Any:
+        params = transformer.init(arch, jax.random.key(seed))
+        leaves, treedef = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        return treedef.unflatten([x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+    return make

@@ -1,0 +1,359 @@
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from sesa_jax.policy import hf, transformer
+from sesa_jax.policy.arch import abstract, leaves
+
+SHAPES = {
+    'tied, grouped': {},
+    'untied, grouped': {'tied': False},
+    'tied, one kv head': {'kv_heads': 1, 'rope_theta': 5e5},
+    'untied, every head its own': {'kv_heads': 6, 'tied': False, 'eps': 1e-5},
+    'longer heads': {'heads': 2, 'head_size': 48},
+}
+LENGTHS = (90, 71, 64, 5, 1)
+
+
+@pytest.fixture(scope='module', params=SHAPES)
+def case(request, make_arch, random_params, tmp_path_factory):
+    """An architecture, its parameters, and the same model in torch, loaded from what `hf.save` wrote."""
+    arch = make_arch(**SHAPES[request.param])
+    params = random_params(arch)
+    folder = tmp_path_factory.mktemp('model')
+    hf.save(folder, arch, params)
+    return arch, params, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation='eager')
+
+
+def tokens(arch, rows, count, seed=5):
+    return jax.random.randint(jax.random.key(seed), (rows, count), 0, arch.vocab)
+
+
+def full_logits(params, arch, ids, lengths, **options):
+    return transformer.logits(params, arch, transformer.hidden(params, arch, ids, lengths, **options))
+
+
+def difference(a, b):
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+@pytest.fixture(scope='module')
+def small(make_arch, random_params):
+    arch = make_arch(layers=2)
+    return arch, random_params(arch)
+
+
+# --- against the reference --------------------------------------------------------------------------------------------
+
+
+def test_logits_equal_the_reference_on_padded_rows(case):
+    arch, params, reference = case
+    ids, lengths = tokens(arch, len(LENGTHS), 90), jnp.array(LENGTHS)
+    ours = jax.jit(lambda p, i, n: full_logits(p, arch, i, n))(params, ids, lengths)
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            theirs = reference(torch.tensor(np.asarray(ids[row : row + 1, :length]))).logits[0]
+        assert difference(ours[row, :length], theirs.numpy()) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    'path', [path for path, _ in leaves(abstract(hf.Architecture(*[1] * 6, 2, 1e4, 1e-6, False, 8)))]
+)
+def test_every_kind_of_parameter_counts_on_both_sides(path, make_arch, random_params, tmp_path):
+    arch = make_arch(layers=2, tied=False)
+    params, ids = random_params(arch), tokens(arch, 1, 9)
+    changed = jax.tree_util.tree_map_with_path(
+        lambda keys, x: (
+            x + 0.2 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if tuple(k.key for k in keys) == path else x
+        ),
+        params,
+    )
+    hf.save(tmp_path, arch, changed)
+    before, after = (full_logits(p, arch, ids, jnp.array([9])) for p in (params, changed))
+    with torch.no_grad():
+        theirs = Qwen3ForCausalLM.from_pretrained(tmp_path)(torch.tensor(np.asarray(ids))).logits
+    assert difference(before, after) > 1e-2
+    assert difference(after, theirs.numpy()) <= 1e-4
+
+
+# --- the training forward ---------------------------------------------------------------------------------------------
+
+
+def test_padding_changes_no_real_position(small):
+    arch, params = small
+    ids = tokens(arch, 2, 70)
+    alone = transformer.hidden(params, arch, ids[:, :66], jnp.array([66, 66]))
+    padded = transformer.hidden(params, arch, ids.at[:, 66:].set(0), jnp.array([66, 66]))
+    assert difference(alone, padded[:, :66]) <= 1e-5
+
+
+def test_hidden_is_zero_behind_the_length(small):
+    arch, params = small
+    states = transformer.hidden(params, arch, tokens(arch, 2, 8), jnp.array([5, 0]))
+    assert (states[0, 5:] == 0).all() and (states[1] == 0).all()
+    assert (jnp.abs(states[0, :5]).max(-1) > 0).all()
+
+
+def test_a_token_is_blind_to_later_ones(small):
+    arch, params = small
+    ids = tokens(arch, 1, 100)
+    changed = ids.at[0, 67].set((ids[0, 67] + 1) % arch.vocab)
+    a, b = (transformer.hidden(params, arch, x, jnp.array([100])) for x in (ids, changed))
+    assert difference(a[:, :67], b[:, :67]) == 0
+    assert (jnp.abs(a - b)[0, 67:].max(-1) > 0).all()
+
+
+@pytest.mark.parametrize('wanted', [1, 64, 65, 200])
+def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
+    arch, params = small
+    ids, lengths = tokens(arch, 1, wanted), jnp.array([wanted])
+    blocked = transformer.hidden(params, arch, ids, lengths)
+    monkeypatch.setattr(transformer, 'QUERY_BLOCK', 1000)
+    assert difference(blocked, transformer.hidden(params, arch, ids, lengths)) <= 1e-5
+
+
+def test_remat_changes_no_gradient(small):
+    arch, params = small
+    ids, lengths = tokens(arch, 2, 12), jnp.array([12, 7])
+
+    def loss(params, remat):
+        return jnp.square(full_logits(params, arch, ids, lengths, remat=remat)[0]).mean()
+
+    plain, again = (jax.jit(jax.grad(functools.partial(loss, remat=r)))(params) for r in (False, True))
+    worst = jax.tree.map(lambda a, b: difference(a, b) / (1 + float(jnp.abs(a).max())), plain, again)
+    assert max(jax.tree.leaves(worst)) <= 1e-5
+
+
+def test_gradients_are_finite_with_empty_rows(small):
+    arch, params = small
+    ids, lengths = tokens(arch, 3, 6), jnp.array([6, 1, 0])
+    gradient = jax.grad(lambda p: jnp.square(transformer.hidden(p, arch, ids, lengths)).sum())(params)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient))
+
+
+def test_bfloat16_stays_near_float32_and_keeps_the_gradients_type(small):
+    arch, params = small
+    ids, lengths = tokens(arch, 2, 12), jnp.array([12, 12])
+    exact = transformer.hidden(params, arch, ids, lengths)
+    rough = transformer.hidden(params, arch, ids, lengths, dtype=jnp.bfloat16)
+    assert rough.dtype == jnp.float32
+    assert 0 < float(jnp.abs(exact - rough).mean()) < 0.05
+    gradient = jax.grad(lambda p: transformer.hidden(p, arch, ids, lengths, dtype=jnp.bfloat16).mean())(params)
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype('float32')}
+
+
+def test_query_and_key_norms_are_per_head(small):
+    arch, params = small
+    ids, lengths = tokens(arch, 1, 9), jnp.array([9])
+    scaled = params['layers']['query'].at[:, :, : arch.head_size].multiply(10.0)  # the first head of each layer
+    changed = {**params, 'layers': {**params['layers'], 'query': scaled}}
+    before, after = (full_logits(p, arch, ids, lengths) for p in (params, changed))
+    assert difference(before, after) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ('platform', 'dtype', 'head_size', 'reason'),
+    [
+        ('cpu', 'bfloat16', 128, 'platform cpu has no cuDNN'),
+        ('gpu', 'float32', 128, 'needs bfloat16 or float16, not float32'),
+        ('gpu', 'bfloat16', 256, 'head size of at most 128'),
+        ('gpu', 'bfloat16', 12, 'a multiple of 8, not 12'),
+        ('gpu', 'bfloat16', 128, None),
+    ],
+)
+def test_why_the_fused_kernel_is_not_used(platform, dtype, head_size, reason):
+    answer = transformer._why_not_fused(platform, jnp.dtype(dtype), head_size)
+    assert answer is reason is None or reason in answer
+
+
+def test_the_choice_of_kernel_is_said_once(small, caplog):
+    arch, params = small
+    transformer._say_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            transformer.hidden(params, arch, tokens(arch, 1, 3), jnp.array([3]))
+    assert [r.getMessage() for r in caplog.records if 'attention' in r.getMessage()] == [
+        'training attention: plain XLA (platform cpu has no cuDNN)'
+    ]
+
+
+def test_init_follows_the_specs(make_arch):
+    arch = make_arch(vocab=512, width=64, hidden=128)
+    params = transformer.init(arch, jax.random.key(0))
+    for path, spec in leaves(abstract(arch)):
+        value = functools.reduce(lambda tree, key: tree[key], path, params)
+        assert value.shape == spec.shape
+        if spec.init == 'ones':
+            assert (value == 1).all()
+        else:
+            assert abs(float(value.std()) / spec.std - 1) < 0.05
+    assert difference(params['layers']['query'][0], params['layers']['query'][1]) > 0.01
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(1,), static_argnames=('reach',))
+def run_extend(layered, arch, cache, ids, start, count, reach=None):
+    return transformer.extend(layered, arch, cache, ids, start, count, reach=reach)
+
+
+@functools.partial(jax.jit, static_argnums=(1,))
+def run_step(layered, arch, cache, staging, step, ids, start):
+    return transformer.decode_step(layered, arch, cache, staging, step, ids, start)
+
+
+def decode_rows(params, arch, ids, prompts, first, observed, second, slots, chunk):
+    """Prefill, `first` decoded tokens, an observation of `observed` tokens, `second` decoded tokens: the hidden states of
+    every position of every row, as the engine would make them, teacher-forced with `ids`."""
+    rows = len(prompts)
+    layered = transformer.unstack(params, arch)
+    states = np.zeros((rows, ids.shape[1], arch.width), np.float32)
+    cache = transformer.init_cache(arch, rows, slots)
+    done = np.zeros(rows, np.int32)
+
+    def append(cache, counts):
+        width = max(counts)
+        columns = np.minimum(done[:, None] + np.arange(width), ids.shape[1] - 1)
+        piece = np.take_along_axis(np.asarray(ids), columns, axis=1)
+        out, cache = run_extend(layered, arch, cache, piece, done, np.asarray(counts))
+        for row, count in enumerate(counts):
+            states[row, done[row] : done[row] + count] = out[row, :count]
+        done[:] += counts
+        return cache
+
+    def decode(cache, wanted):
+        left = np.asarray(wanted)
+        while left.any():
+            staging = transformer.init_staging(arch, rows, chunk)
+            count = np.minimum(left, chunk)
+            for step in range(chunk):
+                column = np.minimum(done + step, ids.shape[1] - 1)
+                out, staging = run_step(layered, arch, cache, staging, step, ids[np.arange(rows), column], done)
+                for row in np.flatnonzero(step < count):
+                    states[row, column[row]] = out[row]
+            cache = transformer.merge(cache, staging, done, count)
+            done[:] += count
+            left = left - count
+        return cache
+
+    for stage, counts in ((append, prompts), (decode, first), (append, observed), (decode, second)):
+        cache = stage(cache, counts)
+    return states, done, cache
+
+
+def test_cached_passes_equal_the_full_forward_at_every_position(case):
+    arch, params, _ = case
+    ids = tokens(arch, 3, 40)
+    states, lengths, _ = decode_rows(
+        params, arch, ids, prompts=(9, 3, 6), first=(7, 2, 5), observed=(4, 8, 0), second=(6, 3, 9), slots=40, chunk=4
+    )
+    full = transformer.hidden(params, arch, ids, jnp.asarray(lengths))
+    for row, length in enumerate(lengths):
+        ours = transformer.logits(params, arch, jnp.asarray(states[row, :length]))
+        assert difference(ours, transformer.logits(params, arch, full[row, :length])) <= 1e-4
+
+
+def test_a_row_is_the_same_alone_and_among_others(small):
+    arch, params = small
+    ids = tokens(arch, 3, 24)
+    plan = {'first': (5, 2, 7), 'observed': (3, 3, 3), 'second': (4, 4, 4), 'slots': 24, 'chunk': 3}
+    together, lengths, _ = decode_rows(params, arch, ids, (8, 3, 5), **plan)
+    mine = {key: value[1:2] if isinstance(value, tuple) else value for key, value in plan.items()}
+    alone, _, _ = decode_rows(params, arch, ids[1:2], (3,), **mine)
+    assert difference(together[1, : lengths[1]], alone[0, : lengths[1]]) <= 1e-5
+
+
+def test_extend_reads_only_the_slots_within_reach(small):
+    arch, params = small
+    layered, ids = transformer.unstack(params, arch), tokens(arch, 2, 6)
+    cache = transformer.init_cache(arch, 2, 50)
+    start, count = jnp.array([0, 0]), jnp.array([6, 4])
+    whole, _ = run_extend(layered, arch, cache, ids, start, count)
+    short, _ = run_extend(layered, arch, cache, ids, start, count, reach=6)
+    assert difference(whole[0], short[0]) <= 1e-5 and difference(whole[1, :4], short[1, :4]) <= 1e-5
+    blind, _ = run_extend(layered, arch, cache, ids, start, count, reach=2)
+    assert difference(whole[0], blind[0]) > 1e-2
+
+
+def test_writes_behind_the_count_are_dropped(small):
+    arch, params = small
+    layered = transformer.unstack(params, arch)
+    old = jax.tree.map(lambda x: x + 7.0, transformer.init_cache(arch, 2, 8))
+    _, new = run_extend(layered, arch, old, tokens(arch, 2, 5), jnp.array([2, 0]), jnp.array([3, 0]))
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        assert (before[0, :, :2] == after[0, :, :2]).all() and (before[0, :, 5:] == after[0, :, 5:]).all()
+        assert (before[0, :, 2:5] != after[0, :, 2:5]).any(-1).all()
+        assert (before[1] == after[1]).all()
+
+
+def test_writes_past_the_end_are_dropped_never_moved(small):
+    arch, params = small
+    layered = transformer.unstack(params, arch)
+    old = jax.tree.map(lambda x: x + 7.0, transformer.init_cache(arch, 1, 8))
+    _, new = run_extend(layered, arch, old, tokens(arch, 1, 5), jnp.array([6]), jnp.array([5]))
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        assert (before[:, :, :6] == after[:, :, :6]).all()
+        assert (before[:, :, 6:] != after[:, :, 6:]).any(-1).all()
+
+
+def test_merge_takes_the_counted_columns_and_drops_what_is_past_the_end(make_arch):
+    arch = make_arch(layers=1)
+    cache = transformer.init_cache(arch, 3, 6)
+    columns = jnp.arange(1.0, 5.0)[None, None, :, None]
+    staging = jax.tree.map(lambda x: x + columns, transformer.init_staging(arch, 3, 4))
+    merged = transformer.merge(cache, staging, jnp.array([1, 4, 2]), jnp.array([3, 4, 0]))
+    slots = merged.k[0][:, 0, :, 0]
+    np.testing.assert_array_equal(slots, [[0, 1, 2, 3, 0, 0], [0, 0, 0, 0, 1, 2], [0, 0, 0, 0, 0, 0]])
+
+
+def test_stale_slots_are_never_seen(small):
+    arch, params = small
+    layered = transformer.unstack(params, arch)
+    clean = transformer.init_cache(arch, 1, 12)
+    dirty = jax.tree.map(lambda x: x + 1e3, clean)
+    ids, start = tokens(arch, 1, 4), jnp.array([0])
+    outputs = []
+    for cache in (clean, dirty):
+        _, cache = run_extend(layered, arch, cache, ids, start, jnp.array([3]))
+        staging = jax.tree.map(lambda x, c=cache: x + c.k[0][0, 0, 11, 0], transformer.init_staging(arch, 1, 3))
+        outputs.append(run_step(layered, arch, cache, staging, 0, ids[:, 3], jnp.array([3]))[0])
+    assert difference(*outputs) == 0
+
+
+def test_a_chunk_copies_no_cache(make_arch):
+    arch = make_arch(layers=2, vocab=128, width=64, heads=4, kv_heads=2, head_size=32)
+    rows, slots, steps = 16, 512, 8
+    layered = jax.eval_shape(lambda: transformer.unstack(transformer.init(arch, jax.random.key(0)), arch))
+    cache, staging = (
+        jax.eval_shape(functools.partial(transformer.init_cache, arch, rows, size)) for size in (slots, steps)
+    )
+
+    def chunk(layered, cache, staging, ids, start):
+        def body(step, carry):
+            staging, ids = carry
+            states, staging = transformer.decode_step(layered, arch, cache, staging, step, ids, start)
+            return staging, jnp.argmax(transformer.logits(layered, arch, states), -1).astype(jnp.int32)
+
+        staging, ids = jax.lax.fori_loop(0, steps, body, (staging, ids))
+        return transformer.merge(cache, staging, start, jnp.full_like(start, steps)), ids
+
+    row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    memory = jax.jit(chunk, donate_argnums=1).lower(layered, cache, staging, row, row).compile().memory_analysis()
+    one_layer = 2 * rows * arch.kv_heads * slots * arch.head_size * 4
+    assert memory.alias_size_in_bytes == arch.layers * one_layer  # the cache is updated in place
+    assert memory.temp_size_in_bytes < one_layer / 2  # scores and staging, not a copy of a layer's cache
+
+
+def test_unstack_gives_each_layer_and_casts(small):
+    arch, params = small
+    layered = transformer.unstack(params, arch, jnp.bfloat16)
+    assert len(layered['layers']) == arch.layers
+    assert {x.dtype for x in jax.tree.leaves(layered)} == {jnp.dtype('bfloat16')}
+    assert difference(layered['layers'][1]['up'], params['layers']['up'][1].astype(jnp.bfloat16)) == 0
