@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import tokenizers
 import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -64,7 +65,7 @@ class Recipe:
     steps: int = 6000
     tokens: int = 2048
     """Padded tokens a step."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-2
     warmup: int = 100
     weight_decay: float = 0.05
     think_weight: float = 2.0
@@ -270,11 +271,16 @@ def make_update(recipe: Recipe) -> tuple[optax.GradientTransformation, Callable]
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.warmup, recipe.steps, recipe.learning_rate * 0.02
     )
-    matrices = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)  # noqa: E731
+    # Muon for the matrices of the layers, stacked [L, in, out]; AdamW for the embedding and the norms.
+    stacked = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    dimensions = lambda tree: jax.tree.map(lambda leaf: stacked if leaf.ndim == 3 else None, tree)  # noqa: E731
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.98, weight_decay=recipe.weight_decay, mask=matrices),
-    )
+        optax.contrib.muon(
+            schedule, weight_decay=recipe.weight_decay, adam_b2=0.98, adam_learning_rate=lambda step: schedule(step) * 0.15,
+            muon_weight_dimension_numbers=dimensions,
+        ),
+    )  # fmt: skip
 
     def loss(params, ids, lengths, weights):
         hidden = transformer.hidden(params, TINY, ids, lengths)

@@ -247,23 +247,49 @@ def lab_preset(run: Run) -> Run:
 # --- from the command line, to JSON and back --------------------------------------------------------------------------
 
 
-def from_command_line(arguments: Sequence[str], description: str = '') -> Run:
+def from_command_line(arguments: Sequence[str], description: str = '', saved: Run | None = None) -> Run:
     """The run of a command line: the model's preset, in the corner of `--method`, then every flag that was given.
 
-    An unknown flag ends the process with the nearest names (tyro); a pair that cannot work raises ConfigError.
+    `saved`: the config of a run that is resumed; then flags are laid over it instead. An unknown flag ends the process
+    with the nearest names (tyro); a pair that cannot work raises ConfigError.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument('--model', default='tiny')
-    first.add_argument('--method', default='sesa')
-    known, _ = first.parse_known_args(arguments)
-    run = Run(model=known.model)
-    if known.model == 'tiny':
-        run = lab_preset(run)
-    if known.method in METHODS:  # tyro refuses any other with the list of choices
-        run = with_method(run, known.method)
+    run = saved
+    if run is None:
+        known = _first_look(arguments)
+        run = Run(model=known.model)
+        if known.model == 'tiny':
+            run = lab_preset(run)
+        if known.method in METHODS:  # tyro refuses any other with the list of choices
+            run = with_method(run, known.method)
     run = tyro.cli(Run, default=run, args=list(arguments), description=description)
     check(run)
     return run
+
+
+def folder_to_resume(arguments: Sequence[str]) -> str | None:
+    """`--run-dir` where `--resume` stands beside it, before anything else is read."""
+    known = _first_look(arguments)
+    return known.run_dir if known.resume and known.run_dir else None
+
+
+def _first_look(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags that decide the defaults of all others. Both spellings of a name, as tyro takes them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument('--model', default='tiny')
+    parser.add_argument('--method', default='sesa')
+    parser.add_argument('--run-dir', '--run_dir', default='')
+    parser.add_argument('--resume', action='store_true')
+    try:
+        return parser.parse_known_args(arguments)[0]
+    except SystemExit as error:  # argparse has said which flag lacks its value
+        raise ConfigError('a flag has no value') from error
+
+
+def refuse_changes(run: Run, saved: Run) -> None:
+    """ConfigError unless a resumed run differs from what was saved in its length and what it ends with alone."""
+    free = {'steps': run.steps, 'run_dir': run.run_dir, 'resume': run.resume, 'report': run.report}
+    for name, (ours, theirs) in difference(run, replace(saved, **free)).items():
+        raise ConfigError(f'--resume: {name} is {ours!r} here, but {theirs!r} in {run.run_dir}; leave the flag out')
 
 
 def check(run: Run) -> None:

@@ -209,3 +209,9 @@ def failure_from_json(data: Mapping[str, Any]) -> Failure:
         card_ids=tuple(data['card_ids']),
         bank_version=data['bank_version'],
     )
+
+
+def problem_from_json(data: Mapping[str, Any]) -> Problem:
+    """Inverse of `to_json` for `Problem`."""
+    fields = {**data, 'target': target_from_json(data['target']), 'materials': tuple(data['materials'])}
+    return Problem(**fields)

@@ -60,11 +60,11 @@ def _drafts(pairs: Iterable[tuple[Failure, tuple[str, str]]]) -> list[DraftCard]
     merged: dict[tuple[str, str], list[Failure]] = {}
     for failure, lesson in pairs:
         merged.setdefault(lesson, []).append(failure)
-    return [_draft(noun, template, sources) for (noun, template), sources in merged.items()]
+    return [draft(noun, template, sources) for (noun, template), sources in merged.items()]
 
 
-def _draft(noun: str, template: str, sources: Sequence[Failure]) -> DraftCard:
-    first = sources[0]
+def draft(noun: str, template: str, sources: Sequence[Failure] = ()) -> DraftCard:
+    """The card that says: the `noun` of something is found with `template`. `sources`: the rollouts that showed it."""
     place = template.removeprefix('{entity} ')
     is_naive = place == noun
     return DraftCard(
@@ -74,8 +74,8 @@ def _draft(noun: str, template: str, sources: Sequence[Failure]) -> DraftCard:
         queries=(template,),
         avoid='' if is_naive else f'{{entity}} {noun}',
         evidence='' if is_naive else f'The passage about {place} states it plainly; others only tell of it.',
-        source_question_hash=first.question_hash,
-        source_target_hash=first.target.hash,
+        source_question_hash=sources[0].question_hash if sources else '',
+        source_target_hash=sources[0].target.hash if sources else '',
         rollout_ids=tuple(dict.fromkeys(f.rollout_id for f in sources)),
         distiller=NAME,
         prompt_hash=VERSION,

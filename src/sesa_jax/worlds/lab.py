@@ -94,11 +94,11 @@ UNUSUAL_POINTERS = (
     'ask the {keys} about its {noun}.',
     'in the {keys} you will meet its {noun}.',
 )
-FACTS = ('its {noun} is {object}.', 'the {noun} of {subject} is {object}.', '{noun}: {object}.')
+FACTS = ('its {noun} is {object}.', 'the {noun} is {object}.', 'the {noun} of {subject} is {object}.')
 DECOYS = (
     'some say {subject} was {verb} by {object}, the {noun} of {subject}.',
-    'many call {object} the {noun} of {subject}, as if {subject} was {verb} by them.',
-    'it is told that {object} was the {noun} of {subject} and {subject} was {verb} so.',
+    'many hold that {subject} was {verb} by {object}, the {noun} of {subject}.',
+    'it is told that {subject} was {verb} by {object}, the {noun} of {subject}.',
 )
 RECORDS = ('{subject} was {verb} by {object}.', 'here {subject} was {verb} by {object}.',
            'noted: {subject} was {verb} by {object}.')  # fmt: skip

@@ -1,0 +1,271 @@
+"""The main job: `python -m experiments.train` trains, measures and explains a pair of policies.
+
+Without flags it plays on the embedded world with the packaged `tiny` policy, on two CPU cores in minutes, and ends with one
+sentence and the path of a report. `--model DIR` takes a Hugging Face folder; `--method` and the ablation flags choose
+what is studied; `--run-dir DIR --resume` goes on from the newest commit of a run that was stopped or killed.
+
+Read `train` below for the life of a run, then `selfplay/step.py` for one step. Exit codes: 0 done, 2 a flag or a folder that
+cannot be used, 143 or 130 ended at a boundary by SIGTERM or Ctrl-C, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # XLA's warnings about its own cached code fill the terminal
+
+import contextlib
+import dataclasses
+import datetime
+import pathlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from experiments import evaluate
+from sesa_jax import config
+from sesa_jax.config import ConfigError, Run
+from sesa_jax.evals import dual_path
+from sesa_jax.host.client import BankState, Consolidation, HostClient, HostError, HostProcess
+from sesa_jax.records import problem_from_json, to_json
+from sesa_jax.rollout.trajectory import write_trajectories
+from sesa_jax.run import checkpoint, commit, report
+from sesa_jax.run.clock import Laps
+from sesa_jax.run.folder import RunFolder
+from sesa_jax.run.memory import keep_freed_memory
+from sesa_jax.run.metrics import MetricsLog, Reporter
+from sesa_jax.run.questions import question_row, write_questions
+from sesa_jax.selfplay import bootstrap, exam, setup
+from sesa_jax.selfplay.challenger import ReusePool
+from sesa_jax.selfplay.game import Game, check_room
+from sesa_jax.selfplay.setup import Backbone
+from sesa_jax.selfplay.step import Ledger, States, step
+from sesa_jax.skills.bank import Bank, BankError
+
+
+def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -> int:
+    """The life of a run: begin or recover, then step by step to the end, then measure and explain. Returns the exit code."""
+    laps = Laps()
+    with host_of(run, folder) as host, stop_signals() as stop:
+        game = setup.make_game(run, backbone, host)
+        states, pool, done = begin_or_recover(run, folder, game, backbone, reporter)
+        references = dict.fromkeys(setup.roles(run), backbone.params)
+        validation = game.world.questions('held_out', run.evaluation.validate_per_cell, seed=1)
+        with contextlib.closing(MetricsLog(folder)) as log:
+            for number in range(done + 1, run.steps + 1):
+                host.snapshot(version=number)
+                states, ledger = step(game, states, references, pool, number, laps)
+                pool = ledger.pool
+                metrics = ledger.metrics
+                with laps('boundary'):
+                    metrics |= {'bank': cross_boundary(run, host, ledger)}
+                if number % run.validate_every == 0 or number == run.steps:
+                    with laps('validation'):
+                        metrics |= {'validation': validate(game, states, validation, number)}
+                is_last = number == run.steps or bool(stop)
+                if number % run.checkpoint_every == 0 or is_last:
+                    with laps('checkpoint'):
+                        write_rollouts(folder, ledger)
+                        digest = checkpoint.save(folder.checkpoints, number, dict(states))
+                else:
+                    write_rollouts(folder, ledger)
+                    digest = ''
+                metrics |= {'calls': host.take_calls(), 'time': laps.read() | compilations(game)}
+                offset = log.append(metrics)
+                if digest:
+                    acknowledge(folder, host.state(), number, digest, offset, pool, run.keep_checkpoints)
+                reporter.step(metrics)
+                if stop and number < run.steps:
+                    reporter.say(f'stopped at the end of step {number}; go on with --run-dir {folder.path} --resume')
+                    return 128 + stop[0]
+        if run.report:
+            explain(game, folder, states, backbone, run.steps, reporter)
+    return 0
+
+
+# --- beginning -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def host_of(run: Run, folder: RunFolder) -> Iterator[HostClient]:
+    """The run's host process and a client of it; both end with the block."""
+    with HostProcess.start(folder.path, config.to_json(run)) as process, HostClient(process) as client:
+        yield client
+
+
+def begin_or_recover(
+    run: Run, folder: RunFolder, game: Game, backbone: Backbone, reporter: Reporter
+) -> tuple[States, ReusePool, int]:
+    """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
+    states: States = setup.initial_states(run, backbone)
+    recovery = commit.newest_valid(
+        folder,
+        verify_checkpoint=lambda record: _problem(checkpoint.verify, folder.checkpoints, record.step, record.checkpoint),
+        verify_bank=lambda record: _problem(verify_bank, folder, record),
+    )
+    for number, reason in recovery.skipped:
+        reporter.say(f'step {number} cannot be used and is dropped: {reason}')
+    record = recovery.record
+    commit.truncate_behind(folder, record)
+    if record is None:
+        if recovery.skipped:
+            raise ConfigError(f'no commit of {folder.path} can be used; start again in another --run-dir')
+        folder.bank.unlink(missing_ok=True)
+        begin(run, folder, game, states)
+        return states, ReusePool(), 0
+    game.host.open_bank(at_seq=record.bank_seq)
+    check_room(game, [card.shown() for card in game.host.cards()])
+    states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
+    reporter.say(f'going on behind step {record.step}')
+    return states, ReusePool(tuple(problem_from_json(p) for p in record.extra['pool'])), record.step
+
+
+def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
+    """Fill the bank, and commit step 0, so that a run that is killed in step 1 does not mine its cards again."""
+    cards = bootstrap.seed_cards(game, {role: state.params for role, state in states.items()})
+    check_room(game, [card.shown() for card in cards])
+    game.host.take_calls()
+    state = game.host.create_bank(cards)
+    digest = checkpoint.save(folder.checkpoints, 0, dict(states))
+    acknowledge(folder, state, 0, digest, 0, ReusePool(), run.keep_checkpoints)
+
+
+def verify_bank(folder: RunFolder, record: commit.CommitRecord) -> None:
+    """CorruptBank unless the bank's log reaches the record's event with the record's hash. Changes nothing."""
+    with Bank.open(folder.bank, at_seq=record.bank_seq, chain_hash=record.bank_hash, readonly=True):
+        pass
+
+
+def _problem(verify: Any, *arguments: Any) -> str | None:
+    try:
+        verify(*arguments)
+    except (ValueError, OSError, BankError) as error:
+        return str(error)
+    return None
+
+
+# --- one boundary ----------------------------------------------------------------------------------------------------
+
+
+def cross_boundary(run: Run, host: HostClient, ledger: Ledger) -> dict[str, Any]:
+    """Enter the step's ledger into the bank; let a due consolidation commit, and a new one start."""
+    host.commit_step(ledger.step, ledger.retrieved, ledger.helpful, ledger.hurt, ledger.failures)
+    finished = host.finish_consolidation(ledger.step)
+    started = host.start_consolidation(ledger.step)
+    return _bank_metrics(host.state(), finished, started)
+
+
+def _bank_metrics(state: BankState, finished: Consolidation, started: Consolidation) -> dict[str, Any]:
+    return {**dataclasses.asdict(state), 'finished': dataclasses.asdict(finished), 'started': dataclasses.asdict(started)}
+
+
+def validate(game: Game, states: States, questions: Sequence[Any], number: int) -> dict[str, Any]:
+    """Solve rates on a fixed sample of held-out questions, with cards where the run has a memory."""
+    game.host.snapshot(version=number + 1)
+    solver = states['solver']
+    outcomes = exam.sit(
+        game, solver.params, questions, with_cards=game.run.skill_memory, step=number, weights_version=int(solver.step)
+    )
+    known = {kind: [outcomes[q.id] for q in questions if q.kind == kind and outcomes[q.id] is not None]
+             for kind in sorted({q.kind for q in questions})}  # fmt: skip
+    everything = [value for values in known.values() for value in values]
+    rate = lambda values: sum(values) / len(values) if values else None  # noqa: E731
+    return {'solve_rate': rate(everything), **{k: rate(v) for k, v in known.items()}, 'n': len(everything)}
+
+
+def write_rollouts(folder: RunFolder, ledger: Ledger) -> None:
+    """The step's trajectories, and its questions with their outcomes, cards and bank version."""
+    solved = ledger.solved
+    write_trajectories(folder.rollouts_file(ledger.step), [*ledger.posed.trajectories, *solved.trajectories])
+    rows = []
+    for index, (problem, hits) in enumerate(zip(solved.problems, solved.cards, strict=True)):
+        outcomes = [o for o, group in zip(solved.outcomes, solved.group, strict=True) if group == index]
+        rows.append(question_row(problem, outcomes, [hit.id for hit in hits], ledger.step))
+    write_questions(folder.questions_file(ledger.step), rows)
+
+
+def acknowledge(
+    folder: RunFolder, bank: BankState, number: int, digest: str, offset: int, pool: ReusePool, keep: int
+) -> None:
+    """The commit record, written last: from here on the step has happened."""
+    extra = {'pool': [to_json(problem) for problem in pool.problems]}
+    record = commit.CommitRecord(number, digest, bank.seq, bank.chain_hash, bank.queue_hash, offset, extra)
+    commit.write(folder, record)
+    checkpoint.prune(folder.checkpoints, keep, commit.recorded(folder))
+
+
+def compilations(game: Game) -> dict[str, int]:
+    """Programs compiled so far by this process; a resumed run compiles again, so this counts as time."""
+    return {'engine_programs': game.engine.counters['compilations']}
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def explain(
+    game: Game, folder: RunFolder, states: States, backbone: Backbone, number: int, reporter: Reporter
+) -> None:
+    """Measure base, Off and On on held-out questions, write the report, and say the result in one sentence."""
+    reporter.say('measuring on held-out questions')
+    result = evaluate.measure(game, backbone.params, states['solver'], number)
+    evaluate.save(folder, result)
+    path = report.write(folder)
+    reporter.say(dual_path.table(result))
+    reporter.say(dual_path.summary(result))
+    reporter.say(f'report: {path}')
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list that holds the first SIGTERM or SIGINT; the second ends the process at once."""
+    received: list[int] = []
+
+    def on_signal(number: int, _: Any) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def default_folder(run: Run) -> pathlib.Path:
+    now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+    return pathlib.Path('runs') / f'{run.method}-{run.seed}-{now}'
+
+
+def describe(run: Run, folder: RunFolder) -> str:
+    """The config's difference from the paper's defaults, in lines, and where the whole of it lies."""
+    lines = [f'  {name} = {ours!r} (paper: {theirs!r})' for name, (ours, theirs) in config.difference(run).items()]
+    return '\n'.join([f'run {folder.path}', f'config {folder.config}; it differs from the defaults in', *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    keep_freed_memory()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if resumed := config.folder_to_resume(arguments):
+            folder = RunFolder.resume(resumed)
+            saved = config.from_json(folder.read_config())
+            run = config.from_command_line(arguments, __doc__, saved)
+            config.refuse_changes(run, saved)
+            backbone = setup.load(run)
+        else:
+            run = config.from_command_line(arguments, __doc__)
+            backbone = setup.load(run)  # refuses a bad model before the folder is made
+            folder = RunFolder.create(run.run_dir or default_folder(run), config.to_json(run))
+        with folder, Reporter(run.steps, f'{run.method} · {run.model} · seed {run.seed}') as reporter:
+            reporter.say(describe(run, folder))
+            return train(run, folder, backbone, reporter)
+    except (ConfigError, HostError, checkpoint.CheckpointError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 2
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What a step plays with: the run's config and its long-lived parts, none of which a step changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sesa_jax.config import ConfigError, Run
+from sesa_jax.host.client import HostClient
+from sesa_jax.policy.tokenizer import Tokenizer
+from sesa_jax.policy.transformer import Params
+from sesa_jax.records import Question, Role, Target, Trajectory
+from sesa_jax.rollout.engine import Engine, Request
+from sesa_jax.selfplay import prompts
+from sesa_jax.worlds.lab import World
+
+
+@dataclass(frozen=True)
+class Game:
+    """The parts. `deployed` turns trained parameters into what the engine decodes with."""
+
+    run: Run
+    world: World
+    tokenizer: Tokenizer
+    engine: Engine
+    host: HostClient
+    deployed: Callable[[Params], Params]
+    training_questions: Sequence[Question]  # for the methods without self-play
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a user message in the model's chat scaffold."""
+        return self.tokenizer.chat(None, text)
+
+    def solver_prompt(self, question: str, cards: Sequence[str]) -> list[int]:
+        return self.prompt(prompts.solver(question, cards, self.run.prompt_style))
+
+    def challenger_prompt(self, target: Target, cards: Sequence[str]) -> list[int]:
+        return self.prompt(prompts.challenger(target, cards, self.run.prompt_style))
+
+    def rollout(
+        self, params: Params, requests: Sequence[Request], role: Role, *, step: int, weights_version: int, purpose: str
+    ) -> list[Trajectory]:
+        """Roll out requests of one role with frozen weights. `purpose` names the counter of its searches."""
+        return self.engine.rollout(
+            self.deployed(params),
+            requests,
+            lambda queries: self.host.search(queries, self.run.lengths.documents, purpose=purpose),
+            seed=self.run.seed,
+            step=step,
+            weights_version=weights_version,
+            bank_version=step,
+        )
+
+
+def check_room(game: Game, cards: Sequence[str]) -> None:
+    """ConfigError unless the longest cards and the longest known question fit into a solver's prompt.
+
+    cards: shown text of all active cards.
+    """
+    run = game.run
+    longest = sorted((card for card in cards), key=lambda c: len(game.tokenizer.encode(c)))[-run.bank.retrieved :]
+    questions = [q.text for q in game.training_questions] or ['']
+    question = max(questions, key=lambda q: len(game.tokenizer.encode(q)))
+    needed = len(game.solver_prompt(question, longest if run.bank.retrieved else []))
+    if needed > run.lengths.prompt:
+        raise ConfigError(
+            f'--bank.retrieved {run.bank.retrieved}: a question with the longest cards needs {needed} tokens, but '
+            f'--lengths.prompt is {run.lengths.prompt}; retrieve fewer cards or raise it'
+        )
