@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ from sesa_jax.policy.transformer import Params
 from sesa_jax.run import checkpoint, commit
 from sesa_jax.run.files import write_atomic
 from sesa_jax.run.folder import RunFolder
-from sesa_jax.run.memory import keep_freed_memory
+from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import exam, setup
 from sesa_jax.selfplay.game import Game
 
@@ -46,7 +46,7 @@ def measure(game: Game, base: Params, solver: TrainState, step: int) -> Evaluati
         'off': exam.sit(game, solver.params, questions, with_cards=False, step=step, weights_version=version),
     }
     if run.skill_memory:
-        game.host.snapshot(version=step + 1)
+        game.host.snapshot(version=step)
         arms['on'] = exam.sit(game, solver.params, questions, with_cards=True, step=step, weights_version=version)
     facts = {
         'method': run.method,
@@ -95,7 +95,7 @@ class Arguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    keep_freed_memory()
+    prepare()
     given = tyro.cli(Arguments, args=arguments, description=__doc__)
     try:
         result = evaluate(given.run, given.per_cell)

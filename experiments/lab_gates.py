@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 import contextlib
 import dataclasses
@@ -24,11 +24,11 @@ import tyro
 from sesa_jax import config
 from sesa_jax.config import Run
 from sesa_jax.evals.statistics import wilson
-from sesa_jax.host.client import Hit, HostClient, HostProcess
+from sesa_jax.host.client import HostClient, HostProcess
 from sesa_jax.host.search import Corpus
 from sesa_jax.records import Failure, Question, Target
 from sesa_jax.rollout.engine import Request
-from sesa_jax.run.memory import keep_freed_memory
+from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import challenger, setup, solver
 from sesa_jax.selfplay.game import Game
 from sesa_jax.skills import distill
@@ -227,7 +227,7 @@ def measure(seed: int, arguments: Arguments, found: Cells) -> Counter:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    keep_freed_memory()
+    prepare()
     given = tyro.cli(Arguments, args=arguments, description=__doc__)
     found: Cells = defaultdict(list)
     reasons: Counter[str] = Counter()

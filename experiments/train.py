@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # XLA's warnings about its own cached code fill the terminal
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # XLA fills the terminal with doubts about its own cached code
 
 import contextlib
-import dataclasses
 import datetime
 import pathlib
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,13 +27,13 @@ from experiments import evaluate
 from sesa_jax import config
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.evals import dual_path
-from sesa_jax.host.client import BankState, Consolidation, HostClient, HostError, HostProcess
+from sesa_jax.host.client import BankState, HostClient, HostError, HostProcess
 from sesa_jax.records import problem_from_json, to_json
 from sesa_jax.rollout.trajectory import write_trajectories
 from sesa_jax.run import checkpoint, commit, report
 from sesa_jax.run.clock import Laps
 from sesa_jax.run.folder import RunFolder
-from sesa_jax.run.memory import keep_freed_memory
+from sesa_jax.run.process import prepare
 from sesa_jax.run.metrics import MetricsLog, Reporter
 from sesa_jax.run.questions import question_row, write_questions
 from sesa_jax.selfplay import bootstrap, exam, setup
@@ -41,6 +41,7 @@ from sesa_jax.selfplay.challenger import ReusePool
 from sesa_jax.selfplay.game import Game, check_room
 from sesa_jax.selfplay.setup import Backbone
 from sesa_jax.selfplay.step import Ledger, States, step
+from sesa_jax.skills import consolidate
 from sesa_jax.skills.bank import Bank, BankError
 
 
@@ -54,7 +55,7 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
         validation = game.world.questions('held_out', run.evaluation.validate_per_cell, seed=1)
         with contextlib.closing(MetricsLog(folder)) as log:
             for number in range(done + 1, run.steps + 1):
-                host.snapshot(version=number)
+                host.snapshot(version=number - 1)
                 states, ledger = step(game, states, references, pool, number, laps)
                 pool = ledger.pool
                 metrics = ledger.metrics
@@ -102,7 +103,7 @@ def begin_or_recover(
     recovery = commit.newest_valid(
         folder,
         verify_checkpoint=lambda record: _problem(checkpoint.verify, folder.checkpoints, record.step, record.checkpoint),
-        verify_bank=lambda record: _problem(verify_bank, folder, record),
+        verify_bank=lambda record: _problem(Bank.verify, folder.bank, record.bank_seq, record.bank_hash),
     )
     for number, reason in recovery.skipped:
         reporter.say(f'step {number} cannot be used and is dropped: {reason}')
@@ -111,10 +112,9 @@ def begin_or_recover(
     if record is None:
         if recovery.skipped:
             raise ConfigError(f'no commit of {folder.path} can be used; start again in another --run-dir')
-        folder.bank.unlink(missing_ok=True)
         begin(run, folder, game, states)
         return states, ReusePool(), 0
-    game.host.open_bank(at_seq=record.bank_seq)
+    game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
     check_room(game, [card.shown() for card in game.host.cards()])
     states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
     reporter.say(f'going on behind step {record.step}')
@@ -123,18 +123,12 @@ def begin_or_recover(
 
 def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
     """Fill the bank, and commit step 0, so that a run that is killed in step 1 does not mine its cards again."""
-    cards = bootstrap.seed_cards(game, {role: state.params for role, state in states.items()})
-    check_room(game, [card.shown() for card in cards])
+    written, mined = bootstrap.seed_cards(game, {role: state.params for role, state in states.items()})
+    check_room(game, [card.shown() for card in [*written, *mined]])
+    game.host.create_bank([*written, *mined])
     game.host.take_calls()
-    state = game.host.create_bank(cards)
     digest = checkpoint.save(folder.checkpoints, 0, dict(states))
-    acknowledge(folder, state, 0, digest, 0, ReusePool(), run.keep_checkpoints)
-
-
-def verify_bank(folder: RunFolder, record: commit.CommitRecord) -> None:
-    """CorruptBank unless the bank's log reaches the record's event with the record's hash. Changes nothing."""
-    with Bank.open(folder.bank, at_seq=record.bank_seq, chain_hash=record.bank_hash, readonly=True):
-        pass
+    acknowledge(folder, game.host.state(), 0, digest, 0, ReusePool(), run.keep_checkpoints)
 
 
 def _problem(verify: Any, *arguments: Any) -> str | None:
@@ -149,20 +143,39 @@ def _problem(verify: Any, *arguments: Any) -> str | None:
 
 
 def cross_boundary(run: Run, host: HostClient, ledger: Ledger) -> dict[str, Any]:
-    """Enter the step's ledger into the bank; let a due consolidation commit, and a new one start."""
-    host.commit_step(ledger.step, ledger.retrieved, ledger.helpful, ledger.hurt, ledger.failures)
-    finished = host.finish_consolidation(ledger.step)
-    started = host.start_consolidation(ledger.step)
-    return _bank_metrics(host.state(), finished, started)
+    """Enter the step's ledger into the bank; let a due consolidation commit, and a new one start.
 
-
-def _bank_metrics(state: BankState, finished: Consolidation, started: Consolidation) -> dict[str, Any]:
-    return {**dataclasses.asdict(state), 'finished': dataclasses.asdict(finished), 'started': dataclasses.asdict(started)}
+    A consolidation that started at one boundary commits exactly `commit_lag` boundaries later, waiting for it if it must.
+    """
+    entered = host.commit_step(ledger.step, ledger.retrieved, ledger.helpful, ledger.hurt, ledger.failures)
+    finished, began = None, entered.state.consolidating
+    if began is not None and ledger.step == consolidate.commit_boundary(began, run.bank):
+        finished = host.finish_consolidation(ledger.step)
+    taken = host.start_consolidation(ledger.step)
+    state = host.state()
+    evicted = entered.evicted | (finished.evicted if finished else {})
+    return {
+        **state.counts,
+        'version': state.step,
+        'seq': state.seq,
+        'chain_hash': state.chain_hash,
+        'queued': entered.queued,
+        'dropped_now': entered.dropped,
+        'evicted_now': dict(sorted(Counter(evicted.values()).items())),
+        'consolidation': None if finished is None else {
+            'started': finished.started,
+            'failures': finished.failures,
+            'admitted': list(finished.admitted),
+            'rejected': finished.rejected,
+            'error': finished.error,
+        },
+        'taken': taken,
+    }  # fmt: skip
 
 
 def validate(game: Game, states: States, questions: Sequence[Any], number: int) -> dict[str, Any]:
     """Solve rates on a fixed sample of held-out questions, with cards where the run has a memory."""
-    game.host.snapshot(version=number + 1)
+    game.host.snapshot(version=number)
     solver = states['solver']
     outcomes = exam.sit(
         game, solver.params, questions, with_cards=game.run.skill_memory, step=number, weights_version=int(solver.step)
@@ -181,7 +194,7 @@ def write_rollouts(folder: RunFolder, ledger: Ledger) -> None:
     rows = []
     for index, (problem, hits) in enumerate(zip(solved.problems, solved.cards, strict=True)):
         outcomes = [o for o, group in zip(solved.outcomes, solved.group, strict=True) if group == index]
-        rows.append(question_row(problem, outcomes, [hit.id for hit in hits], ledger.step))
+        rows.append(question_row(problem, outcomes, [hit.id for hit in hits], ledger.step - 1))
     write_questions(folder.questions_file(ledger.step), rows)
 
 
@@ -246,7 +259,7 @@ def describe(run: Run, folder: RunFolder) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    keep_freed_memory()
+    prepare()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if resumed := config.folder_to_resume(arguments):

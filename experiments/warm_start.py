@@ -37,7 +37,7 @@ from sesa_jax.policy import hf, transformer
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.records import Document, Search, Target
 from sesa_jax.rollout import episode
-from sesa_jax.run.memory import keep_freed_memory
+from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import prompts
 from sesa_jax.skills import priming
 from sesa_jax.worlds import demonstrations, lab
@@ -301,7 +301,7 @@ def make_update(recipe: Recipe) -> tuple[optax.GradientTransformation, Callable]
 
 def main(recipe: Recipe) -> None:
     began = time.monotonic()
-    keep_freed_memory()
+    prepare()
     train_tokenizer(recipe.out)
     (recipe.out / 'config.json').write_text(json.dumps(model_config(recipe.out), indent=1))
     tokenizer = Tokenizer(recipe.out)

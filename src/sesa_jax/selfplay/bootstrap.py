@@ -1,7 +1,7 @@
 """The seed bank: handwritten cards, and cards mined from an early phase of play without updates and without
 cards (the paper's priming).
 
-Left out: the order of cards and duplicates, which the bank and `skills/priming.py` decide.
+Left out: which of the mined cards are new (`skills/priming.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FIRST_STEP = 900_000
 """Random numbers of the bootstrap's batches are those of steps from here on, which no run reaches."""
 
 
-def seed_cards(game: Game, policies: dict[str, Params]) -> list[DraftCard]:
-    """The cards that a run starts with, in order of precedence: handwritten first, then mined.
+def seed_cards(game: Game, policies: dict[str, Params]) -> tuple[list[DraftCard], list[DraftCard]]:
+    """The cards that a run starts with: (handwritten, mined).
 
     policies: initial parameters by role. ConfigError if the handwritten cards alone are more than the bank holds.
     """
     run = game.run
     if not run.memory_priming:
-        return []
+        return [], []
     game = dataclasses.replace(game, run=dataclasses.replace(run, skill_memory=False, challenger_sees_skills=False))
     handwritten = priming.handwritten()
     if len(handwritten) > run.bank.capacity:
@@ -51,5 +51,5 @@ def seed_cards(game: Game, policies: dict[str, Params]) -> list[DraftCard]:
             if outcome.kind in ('correct', 'wrong'):
                 kept = right if outcome.kind == 'correct' else wrong
                 kept.append(solver.record(row, outcome, solved.problems[group], 0))
-    mined = distill.mine(right) + distill.distill(wrong)
-    return priming.seeds(handwritten, mined, run.bank)
+    mined = distill.distill(wrong) + distill.mine(right)
+    return handwritten, priming.seeds(handwritten, mined, run.bank)[len(handwritten) :]

@@ -48,7 +48,7 @@ class Game:
             seed=self.run.seed,
             step=step,
             weights_version=weights_version,
-            bank_version=step,
+            bank_version=step - 1,
         )
 
 

@@ -1,0 +1,82 @@
+"""Small real runs for tests: the main job on the lab, a few problems a step, everything real but the size."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from experiments import train
+from sesa_jax import config
+from sesa_jax.records import Trajectory
+from sesa_jax.rollout.trajectory import read_trajectories
+from sesa_jax.run.folder import RunFolder
+from sesa_jax.run.metrics import read_metrics
+from sesa_jax.run.questions import read_questions
+from sesa_jax.skills.bank import Bank
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+SMALL = (
+    '--problems', '4', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
+    '--validate-every', '100', '--grpo.mini-batch', '4',
+)  # fmt: skip
+
+
+class Played:
+    """What a run left behind."""
+
+    def __init__(self, path: pathlib.Path):
+        self.folder = RunFolder.read(path)
+        self.run = config.from_json(self.folder.read_config())
+        self.metrics = read_metrics(self.folder.metrics)
+
+    def trajectories(self, step: int, role: str) -> list[Trajectory]:
+        return [t for t in read_trajectories(self.folder.rollouts_file(step)) if t.role == role]
+
+    def questions(self, step: int) -> list[dict[str, Any]]:
+        return list(read_questions(self.folder.questions_file(step)))
+
+    def bank(self) -> Bank:
+        return Bank.open(self.folder.bank, self.run.bank, readonly=True)
+
+    def record(self, step: int) -> dict[str, Any]:
+        return json.loads(self.folder.record_file(step).read_text())
+
+    def timeless(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in row.items() if key != 'time'} for row in self.metrics]
+
+
+def play(path: pathlib.Path, *flags: str, steps: int = 2) -> Played:
+    """Run the main job in this process."""
+    code = train.main([*SMALL, '--run-dir', str(path), '--steps', str(steps), *flags])
+    assert code == 0
+    return Played(path)
+
+
+def start(path: pathlib.Path, *flags: str, steps: int = 2, devices: int = 0) -> subprocess.Popen:
+    """Start the main job as a user does, in a session of its own."""
+    environment = {**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    environment.pop('XLA_FLAGS', None)
+    if devices:
+        environment['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
+    command = [sys.executable, '-m', 'experiments.train', *SMALL, '--run-dir', str(path), '--steps', str(steps), *flags]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
+    """(exit code, output)."""
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to the trainer's whole process group."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()

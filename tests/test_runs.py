@@ -1,0 +1,220 @@
+"""Runs that are killed, stopped, resumed, damaged, refused or spread over eight devices."""
+
+import os
+import pathlib
+import random
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+import runs
+
+from experiments import train
+from sesa_jax.run import checkpoint
+
+EIGHT = ('--bank.every', '3', '--bank.at-least', '1', '--keep-checkpoints', '3')
+KILLS = int(os.environ.get('SESA_TEST_KILLS', '3'))
+"""Kills in the kill test; ten for the figures in docs/first-run.md."""
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """An eight-step run that nothing disturbed."""
+    path = tmp_path_factory.mktemp('whole') / 'run'
+    code, output = runs.finish(runs.start(path, *EIGHT, steps=8))
+    assert code == 0, output
+    return runs.Played(path)
+
+
+def assert_same_bits(run, other):
+    """Parameters, moments, bank, queue and metrics of the last step are equal."""
+    last = len(other.metrics)
+    keep = ('checkpoint', 'bank_seq', 'bank_hash', 'queue_hash', 'extra')
+    assert {k: run.record(last)[k] for k in keep} == {k: other.record(last)[k] for k in keep}
+    assert run.timeless() == other.timeless()
+    with run.bank() as ours, other.bank() as theirs:
+        assert ours.dump() == theirs.dump()
+
+
+def left_behind(path):
+    """Host processes of a run folder that still live, and sockets of them."""
+    alive = []
+    for entry in pathlib.Path('/proc').iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / 'cmdline').read_bytes()
+                where = os.readlink(entry / 'fd' / '2') if b'sesa_jax.host' in command else ''
+            except OSError:
+                continue
+            if str(path) in where:
+                alive.append(entry.name)
+    return alive
+
+
+@pytest.mark.slow
+def test_killed_anywhere_and_resumed_a_run_ends_with_the_same_bits(whole, tmp_path):
+    path = tmp_path / 'run'
+    rng = random.Random(os.environ.get('SESA_TEST_SEED', 'kill'))
+    begin = time.monotonic()
+    process = runs.start(path, *EIGHT, steps=8)
+    for _ in range(KILLS):
+        time.sleep(rng.uniform(1, 25))
+        if process.poll() is not None:
+            break
+        runs.kill(process)
+        has_config = (path / 'config.json').exists()
+        process = runs.start(path, *EIGHT, *(['--resume'] if has_config else []), steps=8)
+    code, output = runs.finish(process)
+    assert code == 0, output
+    assert_same_bits(runs.Played(path), whole)
+    time.sleep(max(0.0, 6 - (time.monotonic() - begin)))
+    assert left_behind(path) == []
+
+
+def test_resume_with_more_steps_equals_one_long_run(whole, tmp_path):
+    path = tmp_path / 'run'
+    for steps, resume in ((3, ()), (8, ('--resume',))):
+        code, output = runs.finish(runs.start(path, *EIGHT, *resume, steps=steps))
+        assert code == 0, output
+    assert_same_bits(runs.Played(path), whole)
+
+
+def flip(file, place):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_refused_and_the_step_before_is_used(whole, tmp_path):
+    path = tmp_path / 'run'
+    code, output = runs.finish(runs.start(path, *EIGHT, steps=8))
+    assert code == 0, output
+    place = checkpoint.directory(runs.Played(path).folder.checkpoints, 8)
+    largest = max((f for f in place.rglob('*') if f.is_file()), key=lambda f: f.stat().st_size)
+    flip(largest, largest.stat().st_size // 2)
+    code, output = runs.finish(runs.start(path, *EIGHT, '--resume', steps=8))
+    assert code == 0, output
+    assert 'step 8 cannot be used and is dropped' in output
+    assert 'is damaged' in output
+    assert 'going on behind step 7' in output
+    assert_same_bits(runs.Played(path), whole)
+
+
+def test_a_corrupt_bank_is_refused_with_its_path(tmp_path):
+    path = tmp_path / 'run'
+    code, output = runs.finish(runs.start(path))
+    assert code == 0, output
+    bank = path / 'bank.db'
+    for extra in path.glob('bank.db-*'):
+        extra.unlink()
+    bank.write_bytes(b'no bank' * 1000)
+    code, output = runs.finish(runs.start(path, '--resume', steps=3))
+    assert code == 2
+    assert 'error:' in output
+    assert 'bank.db' in output
+    assert 'Traceback' not in output
+
+
+@pytest.mark.parametrize(('number', 'expected'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_at_a_boundary(number, expected, tmp_path):
+    path = tmp_path / 'run'
+    process = runs.start(path, steps=200)
+    deadline = time.monotonic() + 200
+    while not (path / 'steps' / '00001.json').exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(number)
+    code, output = runs.finish(process)
+    assert code == expected, output
+    played = runs.Played(path)
+    assert played.record(len(played.metrics))['step'] == len(played.metrics)
+    assert '--resume' in output
+    time.sleep(1)
+    assert left_behind(path) == []
+
+
+def test_evaluation_changes_nothing_in_the_bank(tmp_path):
+    from experiments import evaluate
+
+    played = runs.play(tmp_path / 'run', steps=1)
+    with played.bank() as bank:
+        before = bank.dump()
+    result = evaluate.evaluate(played.folder.path, per_cell=2)
+    assert result.rates['on']['total'].n == 12
+    with played.bank() as bank:
+        assert bank.dump() == before
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+def test_eight_devices_give_the_same_losses_and_greedy_tokens(tmp_path):
+    greedy = ('--challenger.temperature', '1.0', '--problems', '8')
+    played = []
+    for devices in (1, 8):
+        path = tmp_path / f'on{devices}'
+        code, output = runs.finish(runs.start(path, *greedy, '--grpo.mini-batch', '8', devices=devices), 580)
+        assert code == 0, output
+        played.append(runs.Played(path))
+    one, eight = played
+    for step in (1,):
+        for role in ('challenger', 'solver'):
+            ours, theirs = one.trajectories(step, role), eight.trajectories(step, role)
+            assert [t.ids.tolist() for t in ours] == [t.ids.tolist() for t in theirs]
+            update, other = one.metrics[step - 1]['update'][role], eight.metrics[step - 1]['update'][role]
+            if 'loss' in update:
+                np.testing.assert_allclose(update['loss'], other['loss'], rtol=1e-5, atol=1e-7)
+
+
+def refused(capsys, *arguments):
+    code = train.main(list(arguments))
+    return code, capsys.readouterr().err
+
+
+def test_refusals_at_the_door(tmp_path, capsys):
+    """Clear words, exit code 2, nothing half-made."""
+    taken = tmp_path / 'taken'
+    taken.mkdir()
+    (taken / 'thesis.txt').write_text('mine')
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    new = tmp_path / 'new'
+    cases = [
+        (['--model', 'qwen9', '--run-dir', str(new)], "model 'qwen9'"),
+        (['--model', str(empty), '--run-dir', str(new)], 'has no config.json'),
+        (['--steps', '0', '--run-dir', str(new)], '--steps is 0'),
+        (['--solver.rollouts', '0', '--run-dir', str(new)], '--solver.rollouts is 0'),
+        (['--run-dir', str(taken)], 'is not empty'),
+        (['--run-dir', str(new), '--resume'], 'nothing to resume'),
+        (['--run-dir', '/proc/nowhere/run'], 'cannot write'),
+        (['--bank.retrieved', '14', '--run-dir', str(new)], '--bank.retrieved 14'),
+        (['--devices', '999', '--run-dir', str(new)], '--devices 999'),
+    ]
+    for arguments, words in cases:
+        code, error = refused(capsys, *arguments)
+        assert code == 2, arguments
+        assert words in error, (arguments, error)
+        assert 'Traceback' not in error
+        assert not new.exists() or arguments[0] == '--bank.retrieved'
+        for file in new.rglob('*') if new.exists() else []:
+            assert 'steps' not in file.parts[-2:] or not file.is_file()  # no step was committed
+    assert [p.name for p in taken.iterdir()] == ['thesis.txt']
+
+
+def test_two_trainers_on_one_folder(tmp_path, capsys):
+    path = tmp_path / 'run'
+    runs.play(path, steps=1)
+    from sesa_jax.run.folder import RunFolder
+
+    with RunFolder.resume(path):
+        code, error = refused(capsys, '--run-dir', str(path), '--resume', '--steps', '3')
+    assert code == 2
+    assert f'is in use by process {os.getpid()}' in error
+
+
+def test_what_the_host_process_listens_on_is_gone_afterwards(tmp_path):
+    before = {line.split()[-1] for line in pathlib.Path('/proc/net/unix').read_text().splitlines()[1:] if '/' in line}
+    runs.play(tmp_path / 'run', steps=1)
+    after = {line.split()[-1] for line in pathlib.Path('/proc/net/unix').read_text().splitlines()[1:] if '/' in line}
+    assert after <= before
+    assert socket.AF_UNIX
