@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sesa_jax.policy import transformer
-from sesa_jax.policy.arch import Architecture
+from sesa_jax.policy.arch import Architecture, Spec, abstract, is_spec
 
 CONTROL = ('<|im_start|>', '<|im_end|>', '<|endoftext|>')
 MARKERS = ('<think>', '</think>')  # added, but not special: they too must never come out of a document
@@ -71,9 +72,12 @@ def random_params() -> Callable[[Architecture, int], Any]:
     """Parameters without a structure that could hide a fault: norm weights too are random, and nothing is small."""
 
     def make(arch: Architecture, seed: int = 0) -> Any:
-        params = transformer.init(arch, jax.random.key(seed))
-        leaves, treedef = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        return treedef.unflatten([x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+        rng = np.random.default_rng(seed)
+
+        def value(spec: Spec) -> jax.Array:
+            centre = 1.0 if spec.init == 'ones' else 0.0
+            return jnp.asarray(centre + 0.3 * rng.standard_normal(spec.shape), jnp.float32)
+
+        return jax.tree.map(value, abstract(arch), is_leaf=is_spec)
 
     return make
