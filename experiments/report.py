@@ -7,7 +7,9 @@ Seconds on a laptop, no model is loaded. The last line of the output is the file
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
@@ -17,14 +19,18 @@ from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.report import write
 
 
-def main(run: tyro.conf.Positional[Path]) -> int:
-    """Write RUN/report.html.
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """See the module's docstring."""
 
-    Args:
-        run: The run's folder.
-    """
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = tyro.cli(Arguments, args=arguments, description=__doc__)
     try:
-        print(write(RunFolder.read(run)))
+        print(write(RunFolder.read(given.run)))
     except ConfigError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
@@ -32,4 +38,4 @@ def main(run: tyro.conf.Positional[Path]) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(tyro.cli(main))
+    sys.exit(main())

@@ -1,10 +1,11 @@
 """Tables, differences and the sentence, from outcomes whose numbers can be counted by hand."""
 
+import dataclasses
 import json
 
 import pytest
 
-from sesa_jax.evals.dual_path import EvaluationResult, evaluate, summary, table
+from sesa_jax.evals.dual_path import EvaluationResult, evaluate, gain, summary, table
 from sesa_jax.records import Question
 
 
@@ -75,7 +76,7 @@ def test_a_run_without_memory_has_no_on_arm():
     found = evaluate(QUESTIONS, outcomes('base', 'off'), step=7, resamples=100)
     assert found.arms == ('base', 'off')
     assert list(found.differences) == ['off-base']
-    assert 'On -' not in summary(found)
+    assert '(On)' not in summary(found)
 
 
 def test_json_carries_everything(result):
@@ -105,11 +106,17 @@ def test_missing_and_unasked_questions_are_errors():
 def test_the_sentence(result):
     wilson = {arm: result.rates[arm]['total'] for arm in result.arms}
     said = summary(result)
-    assert said.startswith('On 16 held-out questions: base 31.2 ')
-    assert f'-> Off 43.8 [{100 * wilson["off"].low:.1f}, {100 * wilson["off"].high:.1f}] -> On 81.2 ' in said
-    assert '; On - base +50.0 [' in said
+    off = f'43.8% [{100 * wilson["off"].low:.1f}, {100 * wilson["off"].high:.1f}] trained, without cards (Off), 81.2% ['
+    assert said.startswith('Of 16 held-out questions the solver answers 31.2% [')
+    assert off in said
+    assert '; in points On - base +50.0 [' in said
     assert said.count('\n') == 0
-    assert said.endswith('p=0.031.')
+    assert said.endswith(' p=0.031.')
+
+
+def test_a_tiny_p_value_is_not_given_more_digits_than_it_has(result):
+    found = dataclasses.replace(result.differences['on-off']['total'], low=0.1, high=0.5, p=2e-9)
+    assert gain(found) == '+37.5 [+10.0, +50.0] p<0.001'
 
 
 def test_the_table_has_a_row_a_section_and_aligned_columns(result):

@@ -22,13 +22,14 @@ def row(step, **parts):
             'p_histogram': [20, 10, 10, 10, 10, 10],
             'correct': 150, 'wrong': 190, 'malformed': 10, 'outage': 0, 'unjudged': 0,
         },
-        'bank': {'active': 20, 'admitted': 2},
+        'bank': {'active': 20, 'admitted': 40, 'consolidation': {'admitted': ['c00030']}},
         'update': {'solver': {'loss': 0.1, 'sampler_difference_max': 1e-5}, 'challenger': None},
         **parts,
     }  # fmt: skip
 
 
 SIX = range(1, 7)
+QUIET = {'active': 20, 'admitted': 40, 'consolidation': None}  # `admitted` counts since the start
 ROWS = [row(step) for step in SIX]
 
 
@@ -76,7 +77,7 @@ def test_of_a_good_run_only_the_single_seed_is_left():
         ({'result': evaluation(60, 30, 90)}, 'Off - base is negative on easy/1 questions'),
         ({'result': evaluation(10, 20, 35, n=40)}, '2 of 2 cells have fewer than 100 held-out questions (fewest: 40)'),
         ({'cards': CARDS[:1]}, "No card came from this run's own failures"),
-        ({'rows': [*[row(s, bank={}) for s in (1, 2, 3, 4)], *ROWS[4:]]}, 'Only 2 consolidation(s) added cards'),
+        ({'rows': [*[row(s, bank=QUIET) for s in (1, 2, 3, 4)], *ROWS[4:]]}, 'Only 2 consolidation(s) added cards'),
         ({'cards': [CARDS[0], *changed(CARDS[1:], retrieved=0)]}, '2 of 2 learned cards were never'),
         ({'cards': changed(CARDS, retrieved=0)}, 'No card was ever retrieved'),
         ({'cards': changed(CARDS, hurt=9)}, '3 of 3 active cards were seen more often in failures'),
@@ -99,6 +100,13 @@ def test_of_a_good_run_only_the_single_seed_is_left():
 )  # fmt: skip
 def test_each_doubt_is_raised_by_its_data(change, said):
     assert any(said in doubt for doubt in found(**change)), found(**change)
+
+
+def test_an_interval_that_is_surer_than_the_exact_test_is_doubted():
+    few = dataclasses.replace(GOOD.differences['off-base']['total'], low=0.004, high=0.03, p=0.125, wins=4, losses=0)
+    differences = {**GOOD.differences, 'off-base': {**GOOD.differences['off-base'], 'total': few}}
+    said = found(result=dataclasses.replace(GOOD, differences=differences))
+    assert 'The interval of Off - base excludes 0 but the exact test does not (p = 0.12): only 4 of 240' in said[0]
 
 
 def test_questions_without_a_verdict_are_said():

@@ -172,8 +172,8 @@ def test_the_panel_shows_the_same_numbers_on_a_terminal():
 def test_nothing_that_is_said_reaches_the_terminal_as_a_command():
     out = io.StringIO()
     with Reporter(1, 't', Console(file=out, width=200)) as reporter:
-        reporter.say('red \x1b[31m \x9b31m [link=http://x]y[/link] \x07')
-    assert out.getvalue() == 'red \ufffd[31m \ufffd31m [link=http://x]y[/link] \ufffd\n'
+        reporter.say('red \x1b[31m \x9b31m [link=http://x]y[/link] :smile: \x07')
+    assert out.getvalue() == 'red \ufffd[31m \ufffd31m [link=http://x]y[/link] :smile: \ufffd\n'
 
 
 def test_clean_keeps_scripts_tabs_and_newlines():

@@ -58,6 +58,11 @@ class Difference:
     def excludes_zero(self) -> bool:
         return self.low > 0 or self.high < 0
 
+    @property
+    def is_shown(self) -> bool:
+        """Both the interval and the exact test say so: where few questions differ, the bootstrap alone is too sure."""
+        return self.excludes_zero and self.p < 0.05
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
@@ -142,16 +147,21 @@ def summary(result: EvaluationResult) -> str:
     """The result in one sentence, with its doubt in it."""
     total = {arm: result.rates[arm][TOTAL] for arm in result.arms}
     n = max(rate.n for rate in total.values())
-    names = {'base': 'base', 'off': 'Off', 'on': 'On'}
-    parts = [
-        f'{names[arm]} {percent(rate.rate)} [{percent(rate.low)}, {percent(rate.high)}]' for arm, rate in total.items()
+    meaning = {
+        'base': 'as it began (base)',
+        'off': 'trained, without cards (Off)',
+        'on': 'trained, with its cards (On)',
+    }
+    said = [
+        f'{percent(rate.rate)}% [{percent(rate.low)}, {percent(rate.high)}] {meaning[arm]}'
+        for arm, rate in total.items()
     ]
-    gains = []
-    for pair, name in (('on-base', 'On - base'), ('off-base', 'Off - base'), ('on-off', 'On - Off')):
-        if pair in result.differences:
-            gains.append(f'{name} {gain(result.differences[pair][TOTAL])}')
-    sentence = f'On {n} held-out questions: {" -> ".join(parts)}'
-    return f'{sentence}; {", ".join(gains)}.' if gains else f'{sentence}.'
+    names = {'on-base': 'On - base', 'off-base': 'Off - base', 'on-off': 'On - Off'}
+    gains = [
+        f'{name} {gain(result.differences[pair][TOTAL])}' for pair, name in names.items() if pair in result.differences
+    ]
+    sentence = f'Of {n} held-out questions the solver answers {", ".join(said)}'
+    return f'{sentence}; in points {", ".join(gains)}.' if gains else f'{sentence}.'
 
 
 def table(result: EvaluationResult) -> str:
@@ -237,4 +247,5 @@ def gain(found: Difference) -> str:
     """A difference in points, with its interval and p value."""
     if found.difference is None:
         return '-'
-    return f'{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}] p={found.p:.2g}'
+    p = 'p<0.001' if found.p < 0.001 else f'p={found.p:.3f}'
+    return f'{100 * found.difference:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}] {p}'

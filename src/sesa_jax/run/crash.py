@@ -16,7 +16,7 @@ if _WANTED:
 
     def crash_point(name: str) -> None:
         """Kill this process with SIGKILL if `name` is the wanted point and its visit has come."""
-        global _left  # noqa: PLW0603
+        global _left
         if name == _WANTED:
             _left -= 1
             if _left == 0:

@@ -60,6 +60,11 @@ def _evaluation(evaluation: EvaluationResult | None) -> Iterator[str]:
                 f'The 95% interval of {names[pair]}, [{100 * total.low:+.1f}, {100 * total.high:+.1f}] points, '
                 f'contains 0: {meaning[pair]}. {_detectable(total.detectable)}'
             )
+        elif total.excludes_zero and not total.is_shown:
+            yield (
+                f'The interval of {names[pair]} excludes 0 but the exact test does not (p = {total.p:.2g}): only '
+                f'{total.wins + total.losses} of {total.n} questions differ.'
+            )
         for section, found in sections.items():
             if found.high < 0:
                 place = 'overall' if section == TOTAL else f'on {section} questions'
@@ -85,8 +90,8 @@ def _detectable(value: float | None) -> str:
 def _memory(config: Mapping[str, Any], rows: Sequence[Row], cards: Sequence[Card] | None) -> Iterator[str]:
     if cards is None:
         return
-    learned = [card for card in cards if not card.is_seed]
-    rounds = sum(bool(get(row, 'bank/admitted')) for row in rows)
+    learned = [card for card in cards if card.born_step > 0]
+    rounds = sum(bool(get(row, 'bank/consolidation/admitted')) for row in rows)
     if config.get('failure_distillation', True) and not config.get('freeze_bank', False):
         if not learned:
             yield "No card came from this run's own failures: On measures the seed bank, not an evolving one."

@@ -170,7 +170,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """One message, above the panel where there is one. Control characters and markup in it are not obeyed."""
-        self._console.print(escape(clean(text)), soft_wrap=True)
+        self._console.print(clean(text), soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a step's line of metrics."""
@@ -180,7 +180,7 @@ class Reporter:
         if self._live is not None:
             self._live.update(panel(row, self._steps, self._title, eta))
         else:
-            self._console.print(plain_line(row, self._steps, eta), soft_wrap=True, markup=False)
+            self.say(plain_line(row, self._steps, eta))
 
 
 def plain_line(row: Mapping[str, Any], steps: int, eta: float) -> str:

@@ -143,7 +143,7 @@ def _from_turns(trajectory: Trajectory) -> Iterable[tuple[str, str]]:
 
 
 def _cut(text: str) -> str:
-    text = clean(text)
+    text = clean(text).strip()
     return text if len(text) <= MAX_CHARACTERS else f'{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS} more)'
 
 
