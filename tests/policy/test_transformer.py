@@ -100,29 +100,28 @@ def test_every_kind_of_parameter_counts_on_both_sides(path, make_arch, random_pa
 
 def test_padding_changes_no_real_position(small):
     arch, params = small
-    ids = tokens(arch, 2, 70)
-    alone = hidden(params, arch, ids[:, :66], jnp.array([66, 66]))
-    padded = hidden(params, arch, ids.at[:, 66:].set(0), jnp.array([66, 66]))
-    assert difference(alone, padded[:, :66]) <= 1e-5
+    ids, lengths = tokens(arch, 2, 70), jnp.array([66, 3])
+    a, b = (hidden(params, arch, x, lengths) for x in (ids, ids.at[0, 66:].set(0).at[1, 3:].set(0)))
+    assert difference(a, b) == 0
 
 
 def test_hidden_is_zero_behind_the_length(small):
     arch, params = small
-    states = hidden(params, arch, tokens(arch, 2, 8), jnp.array([5, 0]))
+    states = hidden(params, arch, tokens(arch, 2, 70), jnp.array([5, 0]))
     assert (states[0, 5:] == 0).all() and (states[1] == 0).all()
     assert (jnp.abs(states[0, :5]).max(-1) > 0).all()
 
 
 def test_a_token_is_blind_to_later_ones(small):
     arch, params = small
-    ids = tokens(arch, 1, 100)
-    changed = ids.at[0, 67].set((ids[0, 67] + 1) % arch.vocab)
-    a, b = (hidden(params, arch, x, jnp.array([100])) for x in (ids, changed))
-    assert difference(a[:, :67], b[:, :67]) == 0
-    assert (jnp.abs(a - b)[0, 67:].max(-1) > 0).all()
+    ids = tokens(arch, 2, 70)
+    changed = ids.at[0, 66].set((ids[0, 66] + 1) % arch.vocab)
+    a, b = (hidden(params, arch, x, jnp.array([70, 70])) for x in (ids, changed))
+    assert difference(a[0, :66], b[0, :66]) == 0
+    assert (jnp.abs(a - b)[0, 66:].max(-1) > 0).all()
 
 
-@pytest.mark.parametrize('wanted', [1, 64, 65, 200])
+@pytest.mark.parametrize('wanted', [65, 130])
 def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
     arch, params = small
     ids, lengths = tokens(arch, 1, wanted), jnp.array([wanted])
@@ -134,8 +133,7 @@ def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
 
 def test_remat_changes_no_gradient(small):
     arch, params = small
-    ids, lengths = tokens(arch, 2, 12), jnp.array([12, 7])
-
+    ids, lengths = tokens(arch, 3, 12), jnp.array([12, 7, 1])
     plain, again = (gradient(params, arch, ids, lengths, remat=remat) for remat in (False, True))
     worst = jax.tree.map(lambda a, b: difference(a, b) / (1 + float(jnp.abs(a).max())), plain, again)
     assert max(jax.tree.leaves(worst)) <= 1e-5
@@ -143,13 +141,13 @@ def test_remat_changes_no_gradient(small):
 
 def test_gradients_are_finite_with_empty_rows(small):
     arch, params = small
-    ids, lengths = tokens(arch, 3, 6), jnp.array([6, 1, 0])
+    ids, lengths = tokens(arch, 3, 12), jnp.array([12, 1, 0])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient(params, arch, ids, lengths)))
 
 
 def test_bfloat16_stays_near_float32_and_keeps_the_gradients_type(small):
     arch, params = small
-    ids, lengths = tokens(arch, 2, 12), jnp.array([12, 12])
+    ids, lengths = tokens(arch, 3, 12), jnp.array([12, 12, 12])
     exact = hidden(params, arch, ids, lengths)
     rough = hidden(params, arch, ids, lengths, dtype=jnp.bfloat16)
     assert rough.dtype == jnp.float32
