@@ -6,6 +6,7 @@ import json
 import pytest
 
 from sesa_jax.evals.dual_path import EvaluationResult, evaluate, gain, summary, table
+from sesa_jax.evals.statistics import minimum_detectable
 from sesa_jax.records import Question
 
 
@@ -112,6 +113,16 @@ def test_the_sentence(result):
     assert '; in points On - base +50.0 [' in said
     assert said.count('\n') == 0
     assert said.endswith(' p=0.031.')
+
+
+def test_the_detectable_difference_allows_for_one_more_pair_than_was_seen():
+    questions = [question(f'easy1-{i}', 'easy', 1) for i in range(100)]
+    same = {q.id: True for q in questions}
+    found = evaluate(questions, {'base': same, 'off': same}, step=1, resamples=50).differences['off-base']['total']
+    assert found.detectable is None  # a share of 1/100 that differs could never show
+    mixed = {q.id: i > 20 for i, q in enumerate(questions)}
+    found = evaluate(questions, {'base': same, 'off': mixed}, step=1, resamples=50).differences['off-base']['total']
+    assert found.detectable == minimum_detectable(100, 22 / 100)
 
 
 def test_a_tiny_p_value_is_not_given_more_digits_than_it_has(result):

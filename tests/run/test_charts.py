@@ -16,6 +16,10 @@ def test_a_curve_spans_its_box_and_starts_at_zero():
     assert found.series[0].last == '1.00'
 
 
+def test_a_value_above_the_axis_stays_in_the_box():
+    assert curve([1, 2], {'a': [0.5, 1.5]}, top=1.0).series[0].marks[1].y == TOP
+
+
 def test_steps_without_a_value_are_passed_over_and_empty_lines_left_out():
     found = curve([1, 2, 3, 4], {'a': [None, 0.2, None, 0.4], 'b': [None] * 4}, top=1.0)
     assert [series.name for series in found.series] == ['a']

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -22,12 +22,14 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from tensorboardX import SummaryWriter
 
 from sesa_jax.run.clock import SYSTEM, Clock
 from sesa_jax.run.files import canonical, sync
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.visible import clean, duration
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 _RECENT = 8
 """Steps whose mean time gives the estimate of what is left."""
@@ -93,6 +95,8 @@ def rebuild_tensorboard(folder: RunFolder) -> None:
 
 def _rebuilt(folder: RunFolder) -> SummaryWriter:
     """A writer into a new TensorBoard folder that holds the steps of `metrics.jsonl`, and none that was dropped."""
+    from tensorboardX import SummaryWriter  # here, for it imports torch where that is installed: seconds for a report
+
     shutil.rmtree(folder.tensorboard, ignore_errors=True)
     writer = SummaryWriter(str(folder.tensorboard))
     for row in read_metrics(folder.metrics) if folder.metrics.exists() else []:
