@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 import types
 
 import jax
@@ -86,3 +89,48 @@ def test_rows_are_padded_to_a_multiple():
 
 def test_rules_are_values():
     assert dataclasses.replace(Rule('data'), or_whole=True) == Rule('data', True)
+
+
+EIGHT = """
+import jax, jax.numpy as jnp, numpy as np
+from sesa_jax.policy import sharding, transformer
+from sesa_jax.policy.arch import Architecture, abstract, shapes
+
+arch = Architecture(97, 1, 64, 56, 4, 2, 12, 1e4, 1e-6, tied=False, max_positions=64)
+ids = jax.random.randint(jax.random.key(1), (16, 9), 0, 97)
+lengths = jnp.arange(16) % 9 + 1
+rng = np.random.default_rng(0)
+host = jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype('float32'), shapes(arch, 'float32'))
+results = []
+for devices in (1, 8):
+    mesh = sharding.make_mesh(devices)
+    placed = sharding.shardings(abstract(arch), sharding.TRAIN, mesh)
+    rows = sharding.rows(mesh)
+    params = jax.device_put(host, placed)
+    up = params['layers']['up']
+    assert up.addressable_shards[0].data.shape == (1, 64 // devices, 56), up.sharding
+
+    def forward(params, ids, lengths):
+        states = transformer.hidden(params, arch, ids, lengths, rows_sharding=rows)
+        return transformer.logits(params, arch, states)
+
+    def loss(params, ids, lengths):
+        return jnp.square(forward(params, ids, lengths)).mean()
+
+    results.append(jax.device_get(jax.jit(jax.value_and_grad(loss), out_shardings=(None, placed))(
+        params, jax.device_put(ids, rows), jax.device_put(lengths, rows))))
+one, eight = (jax.tree.leaves(result) for result in results)
+for a, b in zip(one, eight, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(a).max())
+np.testing.assert_allclose(one[0], eight[0], rtol=1e-5)
+print('equal', len(one))
+"""
+
+
+@pytest.mark.devices
+def test_loss_and_gradients_on_eight_devices_equal_those_on_one():
+    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
+    done = subprocess.run(
+        [sys.executable, '-c', EIGHT], env={**os.environ, **flags}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().endswith('equal 15'), done.stderr
