@@ -10,46 +10,25 @@ from typing import Any
 import pytest
 
 from sesa_jax import config
-from sesa_jax.host.client import HostClient, HostProcess
 
 
 @pytest.fixture(scope='session')
 def run_data() -> dict[str, Any]:
-    """The config of a run on the lab whose bank consolidates at every step that has a failure."""
+    """The config of a run on the lab without a memory: what loads fastest."""
+    return config.to_json(config.with_method(config.lab_preset(config.Run(seed=100)), 'ssp'))
+
+
+@pytest.fixture(scope='session')
+def memory_data() -> dict[str, Any]:
+    """The config of a run whose bank consolidates at every second step that finds a failure waiting."""
     run = config.lab_preset(config.Run(seed=100))
     return config.to_json(dataclasses.replace(run, bank=dataclasses.replace(run.bank, every=2, at_least=1)))
 
 
-@pytest.fixture(autouse=True)
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the sockets of a test lie; nothing may be left there."""
-    folder = Path(tempfile.mkdtemp())
-    monkeypatch.setenv('XDG_RUNTIME_DIR', str(folder))
-    yield folder
-    assert os.listdir(folder) == []
-    folder.rmdir()
-
-
-@pytest.fixture
-def process(tmp_path: Path, run_data: dict[str, Any]) -> Iterator[HostProcess]:
-    with HostProcess.start(tmp_path, run_data) as process:
-        yield process
-
-
-@pytest.fixture
-def host(process: HostProcess) -> Iterator[HostClient]:
-    with HostClient(process) as host:
-        yield host
-
-
-@pytest.fixture(scope='module')
-def server(tmp_path_factory: pytest.TempPathFactory, run_data: dict[str, Any]) -> Iterator[HostProcess]:
-    """One process for all tests of a module that leave it alive."""
-    with HostProcess.start(tmp_path_factory.mktemp('run'), run_data) as process:
-        yield process
-
-
-@pytest.fixture(scope='module')
-def shared(server: HostProcess) -> Iterator[HostClient]:
-    with HostClient(server) as host:
-        yield host
+@pytest.fixture(scope='module', autouse=True)
+def sockets() -> Iterator[Path]:
+    """Where the sockets of a module's processes lie; nothing may be left there."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv('XDG_RUNTIME_DIR', folder)
+        yield Path(folder)
+        assert os.listdir(folder) == []

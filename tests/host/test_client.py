@@ -24,64 +24,79 @@ from sesa_jax.worlds import lab
 
 
 @pytest.fixture(scope='module')
+def process(tmp_path_factory, run_data):
+    """One process for all tests; those that kill it leave a new one."""
+    with HostProcess.start(tmp_path_factory.mktemp('run'), run_data, most_restarts=99) as process:
+        yield process
+
+
+@pytest.fixture(scope='module')
+def host(process):
+    with HostClient(process) as host:
+        yield host
+
+
+@pytest.fixture(scope='module')
 def title(run_data) -> str:
     """An entity of the run's world."""
     return lab.build(run_data['seed']).documents[0].title
 
 
-def test_searches_come_back_in_query_order_with_their_outcome(shared, title):
-    found, empty = shared.search([title, 'zyx'], 2)
+def test_searches_come_back_in_query_order_with_their_outcome(host, title):
+    found, empty = host.search([title, 'zyx'], 2)
     assert isinstance(found, Search)
     assert (found.query, found.outcome, found.documents[0].title) == (title, 'ok', title)
     assert (empty.query, empty.outcome, empty.documents) == ('zyx', 'empty', ())
     assert found.latency > 0
-    assert shared.search([], 2) == []
+    assert host.search([], 2) == []
 
 
-def test_a_submitted_search_does_not_wait(shared, title):
-    futures = [shared.submit_search([title], 1) for _ in range(20)]
+def test_a_submitted_search_does_not_wait(host, title):
+    futures = [host.submit_search([title], 1) for _ in range(20)]
     assert {future.result(10)[0].documents[0].title for future in futures} == {title}
 
 
-def test_answers_and_questions_are_judged_in_order(shared):
+def test_answers_and_questions_are_judged_in_order(host):
     answers = [JudgeItem('q', 'the Orsk!', ('Vel', 'Orsk')), JudgeItem('q', 'Orsk town', ('Orsk',))]
-    assert shared.judge(answers) == ['correct', 'wrong']
+    assert host.judge(answers) == ['correct', 'wrong']
     target = Target('Orin Vale', ('Orin',))
     own = ('Velmar: Velmar was founded by Orin.',)
     questions = [VerifyItem('Who founded Velmar?', target, materials, ('Tar: a river.',), 3) for materials in (own, ())]
-    assert shared.verify(questions) == [Verification('accept'), Verification('reject', 'target-not-in-materials')]
+    assert host.verify(questions) == [Verification('accept'), Verification('reject', 'target-not-in-materials')]
 
 
-def test_calls_are_counted_by_purpose_and_once(shared, title):
-    shared.take_calls()
-    shared.search([title, 'b'], 2)
-    shared.search(['c'], 2, purpose='evaluation')
-    shared.judge([JudgeItem('q', 'a', ('a',))])
+def test_calls_are_counted_by_purpose_and_once(host, title):
+    host.take_calls()
+    host.search([title, 'b'], 2)
+    host.search(['c'], 2, purpose='evaluation')
+    host.judge([JudgeItem('q', 'a', ('a',))])
     with pytest.raises(HostRefusal):
-        shared.search(['d'], 0)
-    assert shared.take_calls() == {'search': 2, 'evaluation': 1, 'judging': 1}
-    assert shared.take_calls() == {}
+        host.search(['d'], 0)
+    assert host.take_calls() == {'search': 2, 'evaluation': 1, 'judging': 1}
+    assert host.take_calls() == {}
 
 
-def test_a_refusal_names_the_field_and_is_not_sent_again(shared, server):
+def test_a_refusal_names_the_field_and_is_not_sent_again(host, process):
+    restarts = process.restarts
     with pytest.raises(HostRefusal, match='search: k must be a whole number from 1 to 100, not 0'):
-        shared.search(['a'], 0)
-    assert server.restarts == 0
+        host.search(['a'], 0)
+    assert process.restarts == restarts
 
 
 def test_a_killed_host_is_replaced_once_and_all_calls_in_flight_are_sent_again(host, process, title):
-    before = host.search([title], 2)[0].documents
+    before, restarts = host.search([title], 2)[0].documents, process.restarts
     os.kill(process.pid, signal.SIGKILL)
     futures = [host.submit_search([title], 2) for _ in range(10)]
     assert [future.result(30)[0].documents for future in futures] == [before] * 10
-    assert process.restarts == 1
+    assert process.restarts == restarts + 1
 
 
 def test_a_host_that_hangs_or_whose_socket_is_gone_is_replaced(process, title, monkeypatch):
+    restarts = process.restarts
     os.unlink(process.socket)
     with HostClient(process) as host:
         assert host.search([title], 1)[0].outcome == 'ok'
-        assert process.restarts == 1
+        assert process.restarts == restarts + 1
         monkeypatch.setattr(client_module, 'PING_AFTER', 0.2)
         monkeypatch.setattr(client_module, 'PING_SECONDS', 0.3)
         hung = process.pid
@@ -108,16 +123,12 @@ def test_a_host_that_keeps_dying_is_given_up_with_the_reason(tmp_path, run_data,
                 host.search([title], 1)
         now[0] = 601.0
         assert host.search([title], 1)[0].outcome == 'ok'
-
-
-def test_the_connection_of_a_process_that_was_stopped_is_an_error(process):
-    with HostClient(process) as host:
         process.stop()
         with pytest.raises(HostError, match='was stopped'):
-            host.search(['a'], 1)
+            host.search([title], 1)
 
 
-def test_calls_from_several_threads_and_clients_do_not_mix(server, title):
+def test_calls_from_several_threads_and_clients_do_not_mix(process, title):
     wrong = []
 
     def ask(host, word):
@@ -125,7 +136,7 @@ def test_calls_from_several_threads_and_clients_do_not_mix(server, title):
             if host.search([word], 1)[0].query != word:
                 wrong.append(word)
 
-    with HostClient(server) as one, HostClient(server) as two:
+    with HostClient(process) as one, HostClient(process) as two:
         threads = [threading.Thread(target=ask, args=(host, f'w{i}')) for i, host in enumerate([one, two] * 3)]
         for thread in threads:
             thread.start()
@@ -134,9 +145,9 @@ def test_calls_from_several_threads_and_clients_do_not_mix(server, title):
     assert wrong == []
 
 
-def test_a_closed_client_leaves_no_thread_and_says_so(server):
+def test_a_closed_client_leaves_no_thread_and_says_so(process):
     before = threading.active_count()
-    host = HostClient(server)
+    host = HostClient(process)
     assert threading.active_count() == before + 1
     host.close()
     host.close()
@@ -145,6 +156,6 @@ def test_a_closed_client_leaves_no_thread_and_says_so(server):
         host.search(['a'], 1)
 
 
-def test_cards_cannot_be_retrieved_before_a_snapshot(shared):
+def test_cards_cannot_be_retrieved_before_a_snapshot(host):
     with pytest.raises(HostConflict, match='take a snapshot first'):
-        shared.retrieve(['q'], 3)
+        host.retrieve(['q'], 3)

@@ -7,8 +7,15 @@ import socket
 
 import pytest
 
+from sesa_jax.host.client import HostProcess
 from sesa_jax.host.schema import BadRequest, Conflict
 from sesa_jax.host.server import Replies, _is_our_user
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory, run_data):
+    with HostProcess.start(tmp_path_factory.mktemp('run'), run_data) as process:
+        yield process
 
 
 def post(server, path: str, body: bytes | dict, method: str = 'POST') -> tuple[int, dict]:
@@ -39,7 +46,7 @@ ITEM = {'question': 'Who?', 'golds': ['x'], 'materials': [], 'noise': [], 'seed'
         ('/search', {'queries': ['a'], 'k': 2, 'p': 1}, 'search: p is not a field here; the fields are queries, k'),
         ('/search', {'queries': 'a', 'k': 2}, 'search: queries must be a list, not str'),
         ('/search', {'queries': ['a', 3], 'k': 2}, 'search: queries[1] must be a text, not int'),
-        ('/search', b'{"queries": ["\\ud800"], "k": 2}', 'search: queries[0] holds half a surrogate pair'),
+        ('/search', b'{"queries": ["\\ud800"], "k": 2}', 'search: the request holds half a surrogate pair'),
         ('/search', {'queries': ['a'], 'k': True}, 'search: k must be a whole number from 1 to 100, not True'),
         ('/search', {'queries': ['a'], 'k': 1e3}, 'search: k must be a whole number from 1 to 100, not 1000.0'),
         ('/search', b'{"queries": ["a"], "k": NaN}', 'search: k must be a whole number from 1 to 100, not nan'),

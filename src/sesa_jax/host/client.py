@@ -14,9 +14,9 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import itertools
 import json
 import threading
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,16 @@ import aiohttp
 
 from sesa_jax import records
 from sesa_jax.host.process import HostError, HostProcess, HostStartError
-from sesa_jax.host.schema import BankState, Consolidation, Hit, JudgeItem, SnapshotInfo, Verification, VerifyItem
+from sesa_jax.host.schema import (
+    BankState,
+    Consolidation,
+    Hit,
+    JudgeItem,
+    SnapshotInfo,
+    StepCommit,
+    Verification,
+    VerifyItem,
+)
 from sesa_jax.records import Failure, Search
 from sesa_jax.run.clock import SYSTEM, Clock
 from sesa_jax.skills import card as cards
@@ -43,6 +52,7 @@ __all__ = [
     'HostStartError',
     'JudgeItem',
     'SnapshotInfo',
+    'StepCommit',
     'Verification',
     'VerifyItem',
 ]
@@ -83,11 +93,10 @@ class HostClient:
     def __init__(self, process: HostProcess, *, clock: Clock = SYSTEM):
         self._process = process
         self._clock = clock
-        self._number = itertools.count()
         self._counting = threading.Lock()
         self._calls: collections.Counter[str] = collections.Counter()
         self._generation = process.restarts
-        self._is_bank_open = False
+        self._opening = ''  # the call that opened the bank
         self._snapshot: SnapshotInfo | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name='host-client', daemon=True)
@@ -144,20 +153,26 @@ class HostClient:
     # The memory.
 
     def create_bank(self, seeds: Sequence[DraftCard]) -> BankState:
-        """Make the run's bank with these cards as seeds; HostFailure if there is one already."""
-        return self._opened(
-            self._call('create_bank', {'seeds': [cards.to_json(seed) for seed in seeds]}, key=self._once())
-        )
+        """Make the run's bank with its first cards (`priming.seeds`).
 
-    def open_bank(self, at_seq: int | None = None) -> BankState:
-        """Open the run's bank as it was after event `at_seq` (None: the newest), dropping what came later.
-
-        A consolidation that had started by then is started again. HostFailure ('CorruptBank') if the file is damaged.
+        If the run has one from the same cards (it was killed before its first commit), that one goes back to its
+        beginning. HostConflict if its seeds are others, or are more than the bank holds.
         """
-        return self._opened(self._call('open_bank', {'at_seq': at_seq}, key=self._once()))
+        return self._opened('create_bank', {'seeds': [cards.to_json(seed) for seed in seeds]})
+
+    def open_bank(self, at_seq: int | None = None, chain_hash: str | None = None) -> BankState:
+        """Open the run's bank as it was after event `at_seq` (None: the newest); what came later is orphaned.
+
+        A consolidation that was under way then is begun again. HostFailure ('CorruptBank') if the file is damaged, or
+        the chain hash there is not `chain_hash`.
+        """
+        return self._opened('open_bank', {'at_seq': at_seq, 'chain_hash': chain_hash})
 
     def snapshot(self, version: int) -> SnapshotInfo:
-        """Freeze the bank as it is now under this version: what `retrieve` reads until the next snapshot."""
+        """Freeze the bank behind the boundary of step `version` (0: the seed bank) for `retrieve`, until the next one.
+
+        Take it when all is done at that boundary. HostConflict if the step is not committed.
+        """
         self._snapshot = SnapshotInfo(**self._call('snapshot', {'version': version}))
         return self._snapshot
 
@@ -176,7 +191,7 @@ class HostClient:
         helpful: Mapping[str, int],
         hurt: Mapping[str, int],
         failures: Sequence[Failure],
-    ) -> BankState:
+    ) -> StepCommit:
         """Enter a step's ledger in one transaction: counter increments by card id, and failures for the queue."""
         body = {
             'step': step,
@@ -185,17 +200,26 @@ class HostClient:
             'hurt': dict(hurt),
             'failures': [records.to_json(failure) for failure in failures],
         }
-        return BankState(**self._call('commit_step', body, key=self._key(step, 'commit_step'))['state'])
+        reply = self._call('commit_step', body, key=self._key(step, 'commit_step'))
+        return StepCommit(**{**reply, 'state': BankState(**reply['state'])})
 
-    def start_consolidation(self, step: int) -> Consolidation:
-        """Take the due failures and begin to distil them, without waiting. `is_due` is False where nothing was due."""
-        return Consolidation(**self._call('start_consolidation', {'step': step}, key=self._key(step, 'start')))
+    def start_consolidation(self, step: int) -> int:
+        """If a consolidation is due at the boundary behind `step`, begin it; does not wait.
+
+        Returns how many failures it took; 0 if none was due.
+        """
+        return self._call('start_consolidation', {'step': step}, key=self._key(step, 'start_consolidation'))['failures']
 
     def finish_consolidation(self, step: int) -> Consolidation:
-        """Wait for the distillation in flight and admit its cards at this boundary."""
-        return Consolidation(**self._call('finish_consolidation', {'step': step}, key=self._key(step, 'finish')))
+        """Wait for the consolidation under way and commit it at the boundary behind `step`.
+
+        HostConflict if none is under way (`state().consolidating` tells).
+        """
+        reply = self._call('finish_consolidation', {'step': step}, key=self._key(step, 'finish_consolidation'))
+        return Consolidation(**{**reply, 'state': BankState(**reply['state']), 'admitted': tuple(reply['admitted'])})
 
     def state(self) -> BankState:
+        """Where the bank stands. HostConflict if none is open."""
         return BankState(**self._call('state', {})['state'])
 
     def cards(self) -> list[Card]:
@@ -210,15 +234,20 @@ class HostClient:
 
     # How a call is made.
 
-    def _opened(self, reply: Mapping[str, Any]) -> BankState:
-        self._is_bank_open, self._snapshot = True, None
+    def _opened(self, name: str, body: dict[str, Any]) -> BankState:
+        self._snapshot = None
+        key = self._once()
+        reply = self._call(name, body, key=key)
+        self._opening = key
         return BankState(**reply['state'])
 
     def _key(self, step: int, name: str) -> str:
-        return f'{self._process.run}/{step}/{name}'
+        """The key of what happens once a step, in this run as it was opened."""
+        return f'{self._opening}/{step}/{name}'
 
     def _once(self) -> str:
-        return f'{self._process.run}/call-{next(self._number)}'
+        """A key for this call and no other."""
+        return f'{self._process.run}/{uuid.uuid4().hex}'
 
     def _count(self, calls: Mapping[str, int], purpose: str = '') -> None:
         with self._counting:
@@ -330,9 +359,11 @@ class HostClient:
                     reason = f'opening the bank again: {fault}'
 
     async def _reopen(self) -> None:
-        if not self._is_bank_open:
+        if not self._opening:
             return
-        await self._send(self._session, 'open_bank', json.dumps({'at_seq': None, 'key': self._once()}).encode())
+        await self._send(
+            self._session, 'open_bank', json.dumps({'at_seq': None, 'chain_hash': None, 'key': self._once()}).encode()
+        )
         if self._snapshot is not None:
             body = json.dumps({'version': self._snapshot.version}).encode()
             if SnapshotInfo(**await self._send(self._session, 'snapshot', body)) != self._snapshot:

@@ -35,22 +35,37 @@ class Hit:
 
 @dataclasses.dataclass(frozen=True)
 class BankState:
-    """Where the bank stands; two banks with equal hashes are equal."""
+    """Where the bank stands; two banks with equal chain hashes are equal."""
 
     seq: int  # number of the newest event
-    chain: str  # hash over all events
-    queue_hash: str  # hash of the failures that wait
-    step: int  # the newest step whose ledger is in
-    active: int
-    seeds: int
-    pending: int  # failures that wait
+    chain_hash: str  # of all events
+    queue_hash: str  # of the failures that wait
+    step: int  # the last step whose ledger is in
+    consolidating: int | None  # the boundary at which the consolidation under way started
+    counts: dict[str, int]  # `Bank.counts`: sizes, and totals since the start
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCommit:
+    """What a step's ledger did."""
+
+    state: BankState
+    queued: int  # failures that entered the queue
+    dropped: int  # failures that found no place, or made room
+    evicted: dict[str, str]  # card id -> reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Consolidation:
-    """What became of a consolidation."""
+    """What a consolidation did."""
 
-    is_due: bool
+    state: BankState
+    started: int  # the boundary at which it started
+    failures: int  # that it took
+    admitted: tuple[str, ...]  # ids of the new cards
+    rejected: dict[str, int]  # reason -> drafts
+    evicted: dict[str, str]  # card id -> reason
+    error: str | None  # why the distiller failed; then its failures wait for the next slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +148,6 @@ def parse(body: Any, fields: Mapping[str, Parser], where: str = '') -> dict[str,
 def text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f'{where} must be a text, not {type(value).__name__}')
-    if not value.isascii() and any('\ud800' <= character <= '\udfff' for character in value):
-        raise BadRequest(f'{where} holds half a surrogate pair, which is no character')
     return value
 
 
@@ -179,13 +192,17 @@ def fields(**parsers: Parser) -> Parser:
     return lambda value, where: parse(value, parsers, where)
 
 
-def record(read: Callable[[Mapping[str, Any]], Any], what: str) -> Parser:
-    """A record, read by the inverse of its `to_json`."""
+def record(read: Callable[[Mapping[str, Any]], Any], write: Callable[[Any], Any], what: str) -> Parser:
+    """A record, read by the inverse of what wrote it; whatever does not come out as it went in is refused."""
 
     def parser(value: Any, where: str) -> Any:
         try:
-            return read(value)
+            found = read(value)
+            is_whole = write(found) == value
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadRequest(f'{where} is not a {what}: {type(error).__name__}: {error}') from error
+        if not is_whole:
+            raise BadRequest(f'{where} is not a {what}: a field is unknown, or has another form')
+        return found
 
     return parser

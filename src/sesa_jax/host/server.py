@@ -52,7 +52,7 @@ def main() -> None:
     end = _Ending(start['parent'])
     answer = os.dup(1)
     os.dup2(2, 1)  # what is printed from here on goes to the log
-    code, record, path = 0, None, None
+    code, record = 0, None
     try:
         record = RunRecord(Path(start['run_dir']))
         service = Service(start['config'], Path(start['run_dir']))
@@ -65,8 +65,6 @@ def main() -> None:
             _say(answer, {'error': f'{type(error).__name__}: {error}'})
         code = 1
     finally:
-        if path is not None:
-            remove_socket_folder(path)
         if record is not None:
             record.remove()
     sys.stderr.flush()
@@ -75,10 +73,10 @@ def main() -> None:
 
 async def serve(service: Service, path: Path, end: _Ending, ready: Callable[[], None]) -> None:
     """Serve until `end` comes; `ready` is called once the socket answers."""
-    end.watch(asyncio.get_running_loop())
     runner = web.AppRunner(application(service), access_log=None, shutdown_timeout=DRAIN_SECONDS)
-    await runner.setup()
     try:
+        end.watch(asyncio.get_running_loop())
+        await runner.setup()
         mask = os.umask(0o177)
         try:
             await web.UnixSite(runner, str(path)).start()
@@ -87,6 +85,7 @@ async def serve(service: Service, path: Path, end: _Ending, ready: Callable[[], 
         ready()
         await end.asked.wait()
     finally:
+        remove_socket_folder(path)  # first of all: whatever goes wrong now, nothing is left behind
         await runner.cleanup()
         await service.close()
 
@@ -254,6 +253,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise BadRequest(f'the request is not JSON ({error})') from error
     if not isinstance(body, dict):
         raise BadRequest(f'the request is not a JSON object but {type(body).__name__}')
+    if b'\\ud' in raw:  # an escape that can be half a character, which no file and no hash takes
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest('the request holds half a surrogate pair, which is no character') from error
     return body
 
 
