@@ -116,6 +116,11 @@ def test_saving_again_leaves_no_older_file(model, sharded):
     assert sorted(path.name for path in sharded.iterdir()) == ['config.json', hf.SINGLE]
 
 
+def test_weights_are_as_readable_as_the_config(saved):
+    modes = {path.stat().st_mode for path in saved[1].iterdir()}
+    assert len(modes) == 1
+
+
 def test_a_given_config_keeps_its_keys(model, tmp_path):
     arch, params = model
     hf.save(tmp_path, arch, params, {**arch.to_config(), 'eos_token_id': 5, 'torch_dtype': 'bfloat16'})

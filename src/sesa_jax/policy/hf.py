@@ -247,7 +247,11 @@ def _save_weights(folder: Path, arch: Architecture, params: Mapping[str, Any], d
     weight_map = {}
     for i, shard in enumerate(shards):
         file = SINGLE if len(shards) == 1 else f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
-        save_file({name: tensor(*place) for name, place in shard}, folder / file, metadata={'format': 'pt'})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode  # save_file makes its file readable to the owner alone, also in a package
+        save_file({name: tensor(*place) for name, place in shard}, path, metadata={'format': 'pt'})
+        path.chmod(mode)
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:
         _write_json(folder / INDEX, {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': weight_map})
