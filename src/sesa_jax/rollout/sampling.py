@@ -1,0 +1,91 @@
+"""Exact sampling with log-probabilities, and the keys that make a row independent of its neighbours.
+
+A token is drawn by inverting the cumulative distribution in two levels: one uniform picks a block of the vocabulary by
+its mass, a second one picks the token inside that block. The product of the two is the softmax, it needs two random
+numbers a row where the Gumbel trick needs one per vocabulary entry, and the normaliser that it computes anyway is the
+one of the log-probability. Left out on purpose: top-p and top-k. Their log-probabilities are not those of the policy
+that is trained.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sesa_jax.records import Role
+
+BLOCK = 128  # a power of two that divides the vocabularies of the supported families; others are padded
+ROLES: dict[Role, int] = {'challenger': 0, 'solver': 1}
+
+
+def row_keys(seed: int, step: int, role: jax.Array, problem: jax.Array, sample: jax.Array) -> jax.Array:
+    """One key per row, folded from (seed, step, role, problem, sample): u32[B, 2].
+
+    `role` (values of `ROLES`), `problem` and `sample` are i32[B]. No batch size, place or device enters.
+    """
+    base = jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), step)
+
+    def one(*path: jax.Array) -> jax.Array:
+        key = base
+        for part in path:
+            key = jax.random.fold_in(key, part)
+        return jax.random.key_data(key)
+
+    return jax.vmap(one)(role, problem, sample)
+
+
+def token_uniforms(keys: jax.Array, position: jax.Array) -> jax.Array:
+    """Two uniforms in [0, 1) for the token at absolute `position` i32[B] of rows with `keys` u32[B, 2]: f32[B, 2]."""
+
+    def one(key: jax.Array, where: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), where), (2,))
+
+    return jax.vmap(one)(keys, position)
+
+
+def sample(
+    logits: jax.Array, uniforms: jax.Array, temperature: jax.Array, *, allowed: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draw one token a row, as a pure function of the random numbers.
+
+    Args:
+      logits: f32[B, V].
+      uniforms: f32[B, 2] in [0, 1), from `token_uniforms`.
+      temperature: f32[B]; 0 takes the most likely token (the lowest id among equals).
+      allowed: ids >= allowed (rows of a padded vocabulary) are neither drawn nor normalised over.
+
+    Returns:
+      token i32[B], and its log-probability f32[B] under the unfiltered distribution at that temperature (at
+      temperature 1 for greedy rows, whose own distribution is a point).
+    """
+    chex.assert_rank([logits, uniforms, temperature], [2, 2, 1])
+    rows = logits.shape[0]
+    is_greedy = temperature <= 0
+    scaled = logits.astype(jnp.float32) / jnp.where(is_greedy, 1.0, temperature)[:, None]
+    scaled = jnp.where(jnp.arange(logits.shape[1]) < allowed, scaled, -jnp.inf)
+    scaled = jnp.pad(scaled, ((0, 0), (0, -logits.shape[1] % BLOCK)), constant_values=-jnp.inf)
+    peak = jnp.max(scaled, axis=-1, keepdims=True)
+    blocks = scaled.reshape(rows, -1, BLOCK)
+    mass = jnp.sum(jnp.exp(blocks - peak[:, :, None]), axis=-1)  # f32[B, V / BLOCK]
+    block, total = _invert(mass, uniforms[:, 0])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # f32[B, BLOCK]
+    drawn = block * BLOCK + _invert(jnp.exp(inside - peak), uniforms[:, 1])[0]
+    # The bound only matters for logits that are NaN: the id stays a real one, and the log-prob says NaN.
+    token = jnp.minimum(jnp.where(is_greedy, jnp.argmax(scaled, axis=-1), drawn), allowed - 1).astype(jnp.int32)
+    logit = jnp.take_along_axis(scaled, token[:, None], axis=1)
+    return token, (logit - peak)[:, 0] - jnp.log(total)
+
+
+def _invert(mass: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First entry whose cumulative mass exceeds uniform * total, and the total; mass f32[B, C], uniform f32[B].
+
+    A cumulative sum that is computed as a tree may rise by rounding over an entry of mass 0, so entries without mass
+    are ruled out explicitly, and the last one with mass takes what rounding leaves over.
+    """
+    cumulative = jnp.cumsum(mass, axis=-1)
+    total = cumulative[:, -1]
+    is_possible = mass > 0
+    is_hit = (cumulative > (uniform * total)[:, None]) & is_possible
+    last = mass.shape[-1] - 1 - jnp.argmax(is_possible[:, ::-1], axis=-1)
+    return jnp.where(is_hit.any(axis=-1), jnp.argmax(is_hit, axis=-1), last), total
