@@ -81,7 +81,7 @@ def fill(folder, *, with_tokenizer=True):
     rows = [
         trajectory(lambda text: made.encode(text).ids, 'solver', 0, 'Ossa', cards=('c00002',)),
         trajectory(lambda text: made.encode(text).ids, 'solver', 1, HARM, cards=('c00002',)),
-        trajectory(lambda text: made.encode(text).ids, 'challenger', 0, 'Who founded Velmar?', stop='question'),
+        trajectory(lambda text: made.encode(text).ids, 'challenger', 0, 'Who was it?', stop='question'),
     ]
     write_trajectories(folder.rollouts_file(STEPS), rows)
     problem = Problem('s6-p0', 0, f'Who founded Velmar? {HARM}', Target('Ossa', (HARM,)))

@@ -83,7 +83,9 @@ def test_actions_and_observations_are_told_apart(made_up_run):
 
 def test_a_success_and_a_failure_on_one_question_stand_side_by_side(made_up_run):
     summaries = re.findall('<summary>(.*?)</summary>', build(made_up_run), re.S)
-    said = [re.sub('<[^>]+>', '', s).split(' · ')[:2] for s in summaries]
+    said = [re.sub('<[^>]+>', '', s).split(' · ') for s in summaries]
+    assert said[-1][2] == 'Who was it?'  # a challenger's own question, not the one that filled its slot
+    said = [parts[:2] for parts in said]
     assert said == [
         ['solver solver:s6-p0:0', 'correct'],
         ['solver solver:s6-p0:1', 'wrong'],

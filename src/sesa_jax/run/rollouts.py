@@ -65,10 +65,11 @@ def examples(folder: RunFolder, step: int, *, solver: int = 4, challenger: int =
     asked = [t for t in trajectories if t.role == 'challenger']
     contrasts = _contrasts(solved, questions)
     chosen = {t.rollout_id for t in contrasts}
-    picked = [*contrasts, *(t for t in solved if t.rollout_id not in chosen)][:solver]
+    others = sorted((t for t in solved if t.rollout_id not in chosen), key=lambda t: t.sample)  # problems side by side
+    picked = [*contrasts, *others][:solver]
     finished = [t for t in asked if t.stop_reason == 'question']
-    others = [t for t in asked if t.stop_reason != 'question']
-    picked += (finished[: challenger - bool(others)] + others)[:challenger]
+    failed = [t for t in asked if t.stop_reason != 'question']
+    picked += [*finished[: challenger - bool(failed)], *failed][:challenger]
     return [show(t, step, questions.get(t.problem_id, {}), decode) for t in picked]
 
 
@@ -89,13 +90,15 @@ def decoder(folder: RunFolder) -> Decode | None:
 def show(trajectory: Trajectory, step: int, question: Mapping[str, Any], decode: Decode | None) -> Shown:
     """A trajectory as text. Without `decode`: content of each turn and documents, no prompt, no thoughts."""
     outcome = _outcome(trajectory, question)
+    # A challenger's slot may have been filled by an earlier question; its own stands in its last tag.
+    asked = question.get('question', '') if trajectory.role == 'solver' else trajectory.final or ''
     segments = _decoded(trajectory, decode) if decode else _from_turns(trajectory)
     return Shown(
         id=trajectory.rollout_id,
         role=trajectory.role,
         step=step,
         outcome=outcome.get('kind', ''),
-        question=_cut(question.get('question', '')),
+        question=_cut(asked),
         answer=_cut((question.get('target') or {}).get('answer', '')),
         prediction=_cut(outcome.get('prediction', '') or trajectory.final or ''),
         stop_reason=trajectory.stop_reason,
