@@ -308,10 +308,9 @@ def _optimizer_step(
     return layout.pin(result), {'grad_norm': norm, 'is_finite': is_finite, 'learning_rate': rate}
 
 
+# The result has the shapes of one state, so it can take the place of the old state or of the gradients.
 _apply = jax.jit(_optimizer_step, static_argnames=('optimizer', 'layout'), donate_argnames='gradients')
-_apply_donating = jax.jit(
-    _optimizer_step, static_argnames=('optimizer', 'layout'), donate_argnames=('state', 'gradients')
-)
+_apply_donating = jax.jit(_optimizer_step, static_argnames=('optimizer', 'layout'), donate_argnames='state')
 
 
 def _adamw(optimizer: config.Optimizer) -> optax.GradientTransformation:

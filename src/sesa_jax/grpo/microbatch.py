@@ -14,8 +14,8 @@ import numpy as np
 
 from sesa_jax.records import Trajectory
 
-LENGTHS = (*range(128, 1025, 128), 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288)
-"""Padded row lengths. Steps of a quarter of the length or less; every one that occurs is compiled once."""
+LENGTHS = (256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288)
+"""Padded row lengths. Steps of a third of the length or less; every one that occurs is compiled, so short ones are few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +92,9 @@ def micro_batches(samples: Sequence[Sample], tokens: int, ways: int = 1) -> list
 
 
 def _row_counts(most: int, ways: int) -> list[int]:
-    """Ascending row counts that are compiled at one length: the full one, its half, its quarter and so on."""
+    """Ascending row counts that are compiled at one length: the full one, and for what is left over a quarter of it."""
     full = max(most // ways, 1)
-    counts = {full}
-    while full > 1:
-        full = -(-full // 2)
-        counts.add(full)
-    return [count * ways for count in sorted(counts)]
+    return [count * ways for count in sorted({-(-full // 4), full})]
 
 
 def _pad(samples: Sequence[Sample], rows: int, length: int) -> MicroBatch:
