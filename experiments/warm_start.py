@@ -15,6 +15,7 @@ Left out: any reward. This is imitation; the loop in `experiments/train.py` is w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -53,6 +54,7 @@ TINY = architecture.Architecture(
     rope_theta=1e4, eps=1e-6, tied=True, max_positions=2048,
 )  # fmt: skip
 BUCKETS = (192, 320, 448, 640)
+FIRST_WORLD = 10_000  # far from the seeds of runs
 OBSERVATION = config.lab_preset(config.Run()).lengths.observation
 
 
@@ -62,7 +64,9 @@ class Recipe:
 
     out: tyro.conf.Positional[pathlib.Path]
     """Folder to write; a Hugging Face model folder."""
-    steps: int = 6000
+    start: pathlib.Path | None = None
+    """Go on from this folder's weights and tokenizer, with all numbers of hops from the first step."""
+    steps: int = 4000
     tokens: int = 2048
     """Padded tokens a step."""
     learning_rate: float = 2e-2
@@ -73,6 +77,16 @@ class Recipe:
     """Loss weight of prompts and observations: names that come again there teach copying early."""
     demonstrations_per_world: int = 48
     world_size: float = 0.35
+    challenger_share: float = 0.25
+    no_card_share: float = 0.2
+    easy_card_share: float = 0.3
+    """How often a hop of an easy relation has a card of its own."""
+    invented_share: float = 0.4
+    """How often the template of such a card is made up, so that following it is all there is to learn."""
+    one_hop_share: float = 0.0
+    """Share of chains cut to one hop: short rows, more copying a token."""
+    stop: int | None = None
+    """Stop here on a schedule of `steps`."""
     seed: int = 0
 
 
@@ -157,13 +171,15 @@ def play(world_seed: int, rng: np.random.Generator, recipe: Recipe, hops: int, c
     made: list[Demonstration] = []
     while len(made) < count:
         kind = rng.random()
-        depth = int(rng.integers(1, hops + 1))
-        if kind < 0.25:
+        depth = 1 if rng.random() < recipe.one_hop_share else int(rng.integers(1, hops + 1))
+        if kind < recipe.challenger_share:
             transcript = _challenger(world, engine, depth, rng)
         else:
             pick = hard[depth] if rng.random() < 0.6 else chains[depth]
             chain = pick[int(rng.integers(len(pick)))]
-            transcript = _solver(world, engine, chain, rng, handwritten, with_cards=kind < 0.8)
+            transcript = _solver(
+                world, engine, chain, rng, recipe, handwritten, with_cards=kind < 1 - recipe.no_card_share
+            )
         if transcript is not None:
             made.append(_record(transcript))
     return made
@@ -178,7 +194,7 @@ def _challenger(world, engine, hops: int, rng) -> demonstrations.Transcript | No
     return transcript if chain is not None else None
 
 
-def _solver(world, engine, chain, rng, handwritten: Sequence[str], *, with_cards: bool):
+def _solver(world, engine, chain, rng, recipe: Recipe, handwritten: Sequence[str], *, with_cards: bool):
     start, nouns, _ = chain
     question = lab.ask(world, start, nouns, rng)
     cards: list[demonstrations.ShownCard] = []
@@ -188,8 +204,9 @@ def _solver(world, engine, chain, rng, handwritten: Sequence[str], *, with_cards
             if relation.is_hard and rng.random() < 0.75:
                 template = '{entity} ' + ' '.join(relation.keys)
                 cards.append(demonstrations.make_card(noun, template, rng))
-            elif not relation.is_hard and rng.random() < 0.3:
-                template = f'{{entity}} {noun}' if rng.random() < 0.6 else demonstrations.invent_template(rng)
+            elif not relation.is_hard and rng.random() < recipe.easy_card_share:
+                is_invented = rng.random() < recipe.invented_share
+                template = demonstrations.invent_template(rng) if is_invented else f'{{entity}} {noun}'
                 cards.append(demonstrations.make_card(noun, template, rng))
         cards = cards[:3]
         others = [n for n in world.relations if n not in nouns]
@@ -240,10 +257,11 @@ def encode(demonstration: Demonstration, tokenizer: Tokenizer, recipe: Recipe) -
 def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(ids i32[B,T], lengths i32[B], weights f32[B,T]) without end; T is a bucket, B*T about `recipe.tokens`."""
     rng = np.random.default_rng([recipe.seed, 3])
+    first_world = FIRST_WORLD + 1_000_000 * recipe.seed
     waiting: dict[int, list] = {bucket: [] for bucket in BUCKETS}
     step = 0
-    for world_seed in range(10_000, 10_000_000):
-        hops = 1 + (step >= recipe.steps * 0.25) + (step >= recipe.steps * 0.45)
+    for world_seed in itertools.count(first_world):
+        hops = 3 if recipe.start else 1 + (step >= recipe.steps * 0.25) + (step >= recipe.steps * 0.45)
         for demonstration in play(world_seed, rng, recipe, hops, recipe.demonstrations_per_world):
             ids, weights = encode(demonstration, tokenizer, recipe)
             bucket = next((b for b in BUCKETS if len(ids) <= b), None)
@@ -302,10 +320,15 @@ def make_update(recipe: Recipe) -> tuple[optax.GradientTransformation, Callable]
 def main(recipe: Recipe) -> None:
     began = time.monotonic()
     prepare()
-    train_tokenizer(recipe.out)
-    (recipe.out / 'config.json').write_text(json.dumps(model_config(recipe.out), indent=1))
-    tokenizer = Tokenizer(recipe.out)
-    params = transformer.init(TINY, jax.random.key(recipe.seed))
+    if recipe.start is None:
+        train_tokenizer(recipe.out)
+        (recipe.out / 'config.json').write_text(json.dumps(model_config(recipe.out), indent=1))
+        tokenizer = Tokenizer(recipe.out)
+        params = transformer.init(TINY, jax.random.key(recipe.seed))
+    else:
+        tokenizer = Tokenizer(recipe.start)
+        params = hf.load_params(recipe.start, TINY)
+    settings = model_config(recipe.start or recipe.out)
     optimizer, update = make_update(recipe)
     state = optimizer.init(params)
     sums = np.zeros(2)
@@ -316,9 +339,9 @@ def main(recipe: Recipe) -> None:
             loss, right = sums / (step % 100 or 100)
             print(f'step {step}/{recipe.steps} loss {loss:.4f} right {right:.4f} {time.monotonic() - began:.0f}s', flush=True)
             sums[:] = 0
-        if step % 1000 == 0 or step == recipe.steps:
-            hf.save(recipe.out, TINY, params, model_config(recipe.out), recipe.out)
-        if step == recipe.steps:
+        if step % 500 == 0 or step in (recipe.steps, recipe.stop):
+            hf.save(recipe.out, TINY, params, settings, recipe.start or recipe.out)
+        if step in (recipe.steps, recipe.stop):
             return
 
 
