@@ -1,4 +1,4 @@
-"""Is the lab fair, and can `tiny` play in it? `python -m experiments.lab_gates [--seeds 0 1 2]` prints the table of docs/lab.md.
+"""Is the lab fair, and can `tiny` play in it? `python -m experiments.lab_gates` prints the table of docs/lab.md.
 
 Seven gates, on worlds that no training saw: easy questions are solvable without cards, hard ones hardly, the right card
 solves them, the encoder finds it, the offline distiller writes it from evidence, the challenger asks valid questions, and
@@ -132,7 +132,7 @@ def gate_distiller(game: Game, params, found: Cells, rollouts: int) -> None:
             drafts = distill.distill([failure])
             good = [d for d in drafts if d.queries[0] == f'{{entity}} {keys}' and noun in d.trigger]
             found['failure with the key words -> right card'].append(bool(good))
-            cards |= {noun: d for d in good}
+            cards.update([(noun, draft) for draft in good])
     others = [q for q in world.questions('held_out', 100, seed=8) if q.tags[:1] and q.tags[0] in cards and q.hops == 1]
     others = [q for q in others if 'no pointer' in q.tags]
     for name, shown in (('distilled card', [[cards[q.tags[0]].shown()] for q in others]), ('no card', [[]] * len(others))):

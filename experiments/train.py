@@ -33,8 +33,8 @@ from sesa_jax.rollout.trajectory import write_trajectories
 from sesa_jax.run import checkpoint, commit, report
 from sesa_jax.run.clock import Laps
 from sesa_jax.run.folder import RunFolder
-from sesa_jax.run.process import prepare
 from sesa_jax.run.metrics import MetricsLog, Reporter
+from sesa_jax.run.process import prepare
 from sesa_jax.run.questions import question_row, write_questions
 from sesa_jax.selfplay import bootstrap, exam, setup
 from sesa_jax.selfplay.challenger import ReusePool
@@ -61,25 +61,23 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
                 metrics = ledger.metrics
                 with laps('boundary'):
                     metrics |= {'bank': cross_boundary(run, host, ledger)}
-                if number % run.validate_every == 0 or number == run.steps:
+                if number % run.validate_every == 0:
                     with laps('validation'):
                         metrics |= {'validation': validate(game, states, validation, number)}
-                is_last = number == run.steps or bool(stop)
-                if number % run.checkpoint_every == 0 or is_last:
-                    with laps('checkpoint'):
-                        write_rollouts(folder, ledger)
-                        digest = checkpoint.save(folder.checkpoints, number, dict(states))
-                else:
+                received = tuple(stop)  # read once: a signal that comes later ends the next step
+                digest = ''
+                with laps('checkpoint'):
                     write_rollouts(folder, ledger)
-                    digest = ''
+                    if number % run.checkpoint_every == 0 or number == run.steps or received:
+                        digest = checkpoint.save(folder.checkpoints, number, dict(states))
                 metrics |= {'calls': host.take_calls(), 'time': laps.read() | compilations(game)}
                 offset = log.append(metrics)
                 if digest:
                     acknowledge(folder, host.state(), number, digest, offset, pool, run.keep_checkpoints)
                 reporter.step(metrics)
-                if stop and number < run.steps:
+                if received:
                     reporter.say(f'stopped at the end of step {number}; go on with --run-dir {folder.path} --resume')
-                    return 128 + stop[0]
+                    return 128 + received[0]
         if run.report:
             explain(game, folder, states, backbone, run.steps, reporter)
     return 0
@@ -108,15 +106,16 @@ def begin_or_recover(
     for number, reason in recovery.skipped:
         reporter.say(f'step {number} cannot be used and is dropped: {reason}')
     record = recovery.record
+    if record is None and recovery.skipped:  # nothing is removed: somebody may want to look at it
+        raise ConfigError(f'no commit of {folder.path} can be used; start again in another --run-dir')
     commit.truncate_behind(folder, record)
     if record is None:
-        if recovery.skipped:
-            raise ConfigError(f'no commit of {folder.path} can be used; start again in another --run-dir')
         begin(run, folder, game, states)
         return states, ReusePool(), 0
     game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
     check_room(game, [card.shown() for card in game.host.cards()])
     states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
+    game.host.take_calls()
     reporter.say(f'going on behind step {record.step}')
     return states, ReusePool(tuple(problem_from_json(p) for p in record.extra['pool'])), record.step
 
