@@ -126,6 +126,8 @@ def test_tensorboard_forgets_what_recovery_dropped(folder):
     offset = log.append({'step': 1, 'x': 1.0})
     log.append({'step': 2, 'x': 2.0})
     log.close()
+    (old,) = folder.tensorboard.iterdir()
+    old.rename(folder.tensorboard / 'events.out.tfevents.1.before')  # or a file of the same second would hide it
     with open(folder.metrics, 'r+b') as file:
         file.truncate(offset)
     MetricsLog(folder).close()
