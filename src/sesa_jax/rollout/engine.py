@@ -222,8 +222,8 @@ class Engine:
         slots = max(len(rows[i].ids) for i in playing) + CHUNK
         is_first = not any(rows[i].cached for i in playing)  # prompts: they see only themselves
         reach = tokens if is_first else bucket(slots, LENGTH_BUCKETS)
-        fitting = [b for b in self.row_buckets if b * tokens * reach * self.arch.heads <= MAX_SCORES]
-        size = min(bucket(APPEND_ROWS, self.row_buckets), cache.total, max(fitting, default=self.row_buckets[0]))
+        most = min(APPEND_ROWS, MAX_SCORES // (tokens * reach * self.arch.heads))
+        size = min(cache.total, max((b for b in self.row_buckets if b <= most), default=self.row_buckets[0]))
         for begin in range(0, len(playing), size):
             part = playing[begin : begin + size]
             cache.focus(part, slots, size)

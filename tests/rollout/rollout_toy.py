@@ -4,10 +4,11 @@ The embedding is the identity and the head holds the table, so tags are likely; 
 on the whole context, so a wrong cache, mask or position shows in every log-probability.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from sesa_jax.config import Lengths
 from sesa_jax.policy import transformer
@@ -105,24 +106,19 @@ def requests(count, group=1, *, temperature=1.0, role='solver', max_turns=4, **c
     ]
 
 
-@pytest.fixture(scope='session')
-def play():
-    """play(requests, world=..., table=..., lengths=..., noise=...) -> trajectories of the real engine."""
-    engines = {}
+@functools.cache
+def engine(lengths=LENGTHS, buckets=(8, 16), devices=1):
+    return Engine(ARCH, Bytes(), make_mesh(devices), lengths, row_buckets=buckets)
 
-    def run(rows, world=None, *, table=PLAY, lengths=LENGTHS, noise=1.0, buckets=(8, 16), seed=0, step=0, params=None):
-        key = (lengths, buckets)
-        engine = engines.setdefault(key, Engine(ARCH, Bytes(), make_mesh(1), lengths, row_buckets=buckets))
-        run.engine = engine
-        params = policy(table, noise) if params is None else params
-        return engine.rollout(
-            transformer.unstack(params, ARCH),
-            rows,
-            World() if world is None else world,
-            seed=seed,
-            step=step,
-            weights_version=3,
-            bank_version=4,
-        )
 
-    return run
+def play(rows, world=None, *, table=PLAY, noise=1.0, params=None, seed=0, step=0, on=None):
+    """Trajectories of the real engine `on` (the default one) for `rows`, with the policy `table` or `params`."""
+    return (on or engine()).rollout(
+        transformer.unstack(policy(table, noise) if params is None else params, ARCH),
+        rows,
+        World() if world is None else world,
+        seed=seed,
+        step=step,
+        weights_version=3,
+        bank_version=4,
+    )

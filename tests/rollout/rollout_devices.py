@@ -1,0 +1,38 @@
+"""Run by test_engine.py on eight fake devices: the same requests on a mesh of one and of eight, as one JSON line."""
+
+import json
+
+import jax
+import numpy as np
+from rollout_toy import ARCH, engine, play, policy, requests
+
+from sesa_jax.policy import sharding
+from sesa_jax.policy.arch import abstract
+from sesa_jax.rollout import engine as engine_module
+
+
+def main():
+    rows = requests(4, 2) + requests(3, temperature=0.0, role='challenger')
+    caches, decode = [], engine_module.decode
+
+    def spy(params, cache, *args, **kwargs):
+        caches.append(cache.k[0].sharding)
+        return decode(params, cache, *args, **kwargs)
+
+    engine_module.decode = spy
+    seen = {}
+    for name, devices in (('one', 1), ('many', 8)):
+        sampler = engine(devices=devices)
+        place = sharding.shardings(abstract(ARCH), sharding.DECODE, sampler.mesh)
+        seen[name] = play(rows, params=jax.device_put(policy(), place), on=sampler)
+    result = {name: [[row.ids.tolist(), row.stop_reason] for row in found] for name, found in seen.items()}
+    result['devices'] = jax.device_count()
+    result['cache'] = str(caches[-1].spec)
+    result['largest_logprob_difference'] = max(
+        float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(seen['one'], seen['many'], strict=True)
+    )
+    print(json.dumps(result))
+
+
+if __name__ == '__main__':
+    main()
