@@ -96,16 +96,16 @@ class Recipe:
 def train_tokenizer(folder: pathlib.Path) -> None:
     """A byte-level BPE whose pieces of made-up words are syllables, written as a Hugging Face tokenizer.
 
-    Made-up words of the training text are cut between their syllables before pairs are counted, so no merge joins a
-    start to an end, and a word of the play half is cut just as one of the warm half.
+    Made-up words of the training text are cut between their syllables before pairs are counted, so no merge joins two
+    syllables, and a word of the play half is cut just as one of the warm half.
     """
     made_up = set(lab.words('warm'))
 
     def pieces(text: str) -> Iterator[str]:
         for piece in filter(None, re.split(r'( ?[A-Za-z]+)', text)):
             if piece.strip().lower() in made_up:
-                cut = piece.index(piece.strip()) + 3
-                yield from (piece[:cut], piece[cut:])
+                first, *rest = lab.syllables(piece.strip())
+                yield from (piece[: piece.index(first)] + first, *rest)
             else:
                 yield piece
 

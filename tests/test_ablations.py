@@ -58,7 +58,7 @@ def test_everything_that_was_asked_is_accounted_for(default):
         assert asked['valid'] + asked['reused'] + asked['empty'] == 4
         kinds = ('correct', 'wrong', 'malformed', 'unjudged', 'outage')
         assert solver['issued'] == sum(solver[kind] for kind in kinds) == 3 * sum(solver['p_histogram'])
-        assert row['calls']['solver search'] + row['calls']['challenger search'] == row['tokens']['searches']
+        assert row['calls'].get('solver search', 0) + row['calls']['challenger search'] == row['tokens']['searches']
 
 
 def test_cards_are_shown_and_counted(default):

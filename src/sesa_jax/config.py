@@ -231,8 +231,8 @@ def lab_preset(run: Run) -> Run:
             min_searches=1,  # the inverse of a fact is one search away
         ),
         solver=replace(run.solver, max_turns=6),  # three hops, with a second search each
-        # A passage has at most 45 tokens; a turn is one think line and one tag.
-        lengths=Lengths(prompt=320, response=640, observation=160, turn=72, documents=2),
+        # A passage has at most some 60 tokens; a turn is one think line and one tag.
+        lengths=Lengths(prompt=320, response=832, observation=192, turn=96, documents=2),
         bank=replace(run.bank, mined=40),  # what four batches of 16 can give
         grpo=replace(
             run.grpo,

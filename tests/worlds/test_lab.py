@@ -38,13 +38,28 @@ def test_equal_seeds_give_equal_worlds_and_others_do_not(world):
     assert lab.build(101).documents != world.documents
 
 
-def test_the_halves_of_the_words_are_disjoint_and_use_every_syllable():
+def test_the_words_of_both_halves_are_disjoint():
     warm, play = set(lab.words('warm')), set(lab.words('play'))
     assert not warm & play
-    assert len(warm | play) == len(lab.STARTS) * len(lab.ENDS) == 6400
-    for half in (warm, play):
-        assert {word[:3] for word in half} == set(lab.STARTS)
-        assert {word[3:] for word in half} == set(lab.ENDS)
+    assert len(warm) == len(play) == lab.WORDS
+
+
+def test_no_pair_of_syllables_tells_the_halves_apart():
+    starts, ends = {}, {}
+    for pool in ('warm', 'play'):
+        triples = [lab.syllables(word) for word in lab.words(pool)]
+        starts[pool], ends[pool] = {t[:2] for t in triples}, {t[1:] for t in triples}
+        assert len(starts[pool]) > 0.9 * 6400
+    # A pair that one half lacks, the other lacks by chance alone.
+    for pairs in (starts, ends):
+        assert len(pairs['warm'] & pairs['play']) > 0.9 * len(pairs['play'])
+
+
+def test_syllables_put_a_word_together_again():
+    for word in lab.words('play')[:500]:
+        first, second, third = lab.syllables(word.capitalize())
+        assert first + second + third == word.capitalize()
+        assert (first.lower() in lab.STARTS, second in lab.ENDS, third in lab.ENDS) == (True, True, True)
 
 
 @pytest.mark.parametrize('seed', SEEDS)

@@ -5,9 +5,9 @@ and eight *hard* ones (one a type), whose fact stands in a record passage that o
 the naive query brings a decoy that names somebody else. Key words are drawn from the seed. A share of the entity
 passages names them in passing (a pointer), so they can be learned from evidence, and then serve every entity.
 
-Names and key words are a start and an end syllable. The pairs are split at random, once, into two halves: `warm` words
-for making the shipped policy, `play` words for runs. Both halves use every syllable, so a tokenizer whose pieces are
-syllables cuts unseen words as it cuts seen ones. Entities form two components without a fact between them: `train`, from
+Names and key words have three syllables. Two disjoint sets of such words are drawn, once: `warm` words for making the
+shipped policy, `play` words for runs. Both use every pair of syllables, so a tokenizer whose pieces are syllables cuts
+unseen words as it cuts seen ones, and no pair of pieces tells them apart. Entities form two components without a fact between them: `train`, from
 which targets and training questions are drawn, and `held_out`, which only measurement may ask about.
 
 Left out on purpose: numbers, dates, comparisons, ambiguous names, short forms of names.
@@ -117,12 +117,26 @@ def _syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
 STARTS, ENDS = _syllables()
 
 
+WORDS = 20_000  # of each half
+
+
 @functools.cache
 def words(pool: Pool) -> tuple[str, ...]:
-    """All made-up words of one half, lower case; the halves are disjoint and their union is every pair of syllables."""
-    is_warm = np.random.default_rng(1).random((len(STARTS), len(ENDS))) < 0.5
-    chosen = is_warm if pool == 'warm' else ~is_warm
-    return tuple(STARTS[i] + ENDS[j] for i, j in zip(*np.nonzero(chosen), strict=True))
+    """The made-up words of one half, lower case: a start and two ends. The halves are disjoint samples of all triples.
+
+    Three syllables, not two: with two, half of all pairs would be words of the play half alone, and a policy that has
+    learned which pairs are words (80 by 80 are few) would hold every word of the play half to be impossible.
+    """
+    shape = (len(STARTS), len(ENDS), len(ENDS))
+    codes = np.random.default_rng(1).choice(np.prod(shape), 2 * WORDS, replace=False)
+    half = codes[:WORDS] if pool == 'warm' else codes[WORDS:]
+    return tuple(STARTS[a] + ENDS[b] + ENDS[c] for a, b, c in zip(*np.unravel_index(half, shape), strict=True))
+
+
+def syllables(word: str) -> tuple[str, str, str]:
+    """The three syllables of a made-up word, in its own letter case."""
+    cut = 6 if word[3:6].lower() in ENDS else 7
+    return word[:3], word[3:cut], word[cut:]
 
 
 @dataclass(frozen=True)
