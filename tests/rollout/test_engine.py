@@ -174,6 +174,16 @@ def test_an_end_id_without_a_tag_is_malformed_and_an_action():
     assert row.is_action[-1]
 
 
+def test_every_end_id_ends_a_turn():
+    class TwoEnds(Bytes):
+        end_ids = frozenset({END, ID['hm']})
+
+    sampler = Engine(ARCH, TwoEnds(), make_mesh(1), LENGTHS, row_buckets=(8, 16))
+    (row,) = play(requests(1), table=always('hm', '<answer>', ' red', end='</answer>'), noise=0, on=sampler)
+    assert row.stop_reason == 'malformed'
+    assert row.ids[row.prompt_length :].tolist() == [ID['hm']]
+
+
 def test_a_closing_tag_without_its_opening_is_malformed():
     world = World()
     (row,) = play(requests(1), world, table=always('hm', '</sea', end='rch>'), noise=0)
