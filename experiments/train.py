@@ -32,6 +32,7 @@ from sesa_jax.records import problem_from_json, to_json
 from sesa_jax.rollout.trajectory import write_trajectories
 from sesa_jax.run import checkpoint, commit, report
 from sesa_jax.run.clock import Laps
+from sesa_jax.run.files import write_atomic
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.metrics import MetricsLog, Reporter
 from sesa_jax.run.process import prepare
@@ -98,6 +99,7 @@ def begin_or_recover(
 ) -> tuple[States, ReusePool, int]:
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
     states: States = setup.initial_states(run, backbone)
+    write_atomic(folder.tokenizer, (backbone.folder / 'tokenizer.json').read_bytes())  # the report reads ids with it
     recovery = commit.newest_valid(
         folder,
         verify_checkpoint=lambda record: _problem(checkpoint.verify, folder.checkpoints, record.step, record.checkpoint),
