@@ -124,8 +124,6 @@ class Evaluation:
     """Held-out questions per class and number of hops in the final evaluation."""
     validate_per_cell: int = 8
     """The same in the validation during the run."""
-    batch: int = 64
-    """Problems decoded together."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +154,8 @@ class Run:
     """Questions per step."""
     devices: int = 0
     """Devices of the mesh; 0: all."""
+    row_buckets: tuple[int, ...] = (8, 16, 32, 80, 128)
+    """Row counts that rollouts are compiled for; a batch takes the smallest that holds it."""
     deterministic: bool = False
     report: bool = True
     """End with the evaluation on held-out questions and the report."""
@@ -223,6 +223,7 @@ def lab_preset(run: Run) -> Run:
         problems=16,  # two cores
         deterministic=True,
         prompt_style='short',  # the words that tiny was trained on
+        row_buckets=(16, 32, 80),  # a compilation takes as long as many rows of tiny; 80 are the solver's 16 x 5
         challenger=replace(
             run.challenger,
             temperature=0.5,  # at 1 a 0.9M-parameter policy miscopies names in most questions
@@ -302,7 +303,8 @@ def check(run: Run) -> None:
         '--solver.max-turns': run.solver.max_turns, '--challenger.max-turns': run.challenger.max_turns,
         '--grpo.mini-batch': run.grpo.mini_batch, '--lengths.documents': run.lengths.documents,
         '--challenger.pool-clear-every': run.challenger.pool_clear_every,
-        '--evaluation.per-cell': run.evaluation.per_cell, '--evaluation.batch': run.evaluation.batch,
+        '--evaluation.per-cell': run.evaluation.per_cell,
+        '--evaluation.validate-per-cell': run.evaluation.validate_per_cell,
     }  # fmt: skip
     for flag, value in at_least_one.items():
         if value < 1:
@@ -317,6 +319,8 @@ def check(run: Run) -> None:
     }.items():  # fmt: skip
         if not 0 <= value < float('inf'):
             raise ConfigError(f'{flag} is {value}; it must be a number of at least 0')
+    if not run.row_buckets or min(run.row_buckets) < 1:
+        raise ConfigError(f'--row-buckets {run.row_buckets}: at least one row count, each at least 1')
     if run.bank.commit_lag >= run.bank.every:
         raise ConfigError(
             f'--bank.commit-lag {run.bank.commit_lag} is not shorter than --bank.every {run.bank.every}: '
@@ -370,5 +374,9 @@ def _read(kind: type, data: Any, where: str) -> Any:
     names = {f.name for f in dataclasses.fields(kind)}
     if odd := names ^ set(data):
         raise ConfigError(f'{where}: {min(odd)} is {"missing" if min(odd) in names else "not a field of this version"}')
-    return kind(**{n: _read(hints[n], v, f'{where}.{n}') if dataclasses.is_dataclass(hints[n]) else v
-                   for n, v in data.items()})  # fmt: skip
+    values = {}
+    for name, value in data.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = _read(hints[name], value, f'{where}.{name}')
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)

@@ -72,7 +72,9 @@ def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:
         run=run,
         world=world,
         tokenizer=backbone.tokenizer,
-        engine=Engine(backbone.arch, backbone.tokenizer, backbone.mesh, run.lengths, backbone.dtype),
+        engine=Engine(
+            backbone.arch, backbone.tokenizer, backbone.mesh, run.lengths, backbone.dtype, row_buckets=run.row_buckets
+        ),
         host=host,
         deployed=deployed,
         training_questions=() if run.self_play else world.questions('train', TRAINING_PER_CELL, run.seed),
