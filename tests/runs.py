@@ -21,8 +21,8 @@ from sesa_jax.skills.bank import Bank
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SMALL = (
-    '--problems', '4', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
-    '--validate-every', '100', '--grpo.mini-batch', '4',
+    '--problems', '8', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
+    '--validate-every', '100', '--grpo.mini-batch', '8',
 )  # fmt: skip
 
 

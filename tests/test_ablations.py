@@ -46,7 +46,7 @@ def test_each_method_plays(method, tmp_path):
     assert any(t.card_ids for t in played.trajectories(1, 'solver')) == has_memory
     assert (played.metrics[0]['bank']['active'] == 15) == has_memory
     if not has_challenger:
-        assert len(played.questions(1)) == 4
+        assert len(played.questions(1)) == 8
         assert {row['question'] for row in played.questions(1)}.isdisjoint(q['question'] for q in played.questions(2))
 
 
@@ -54,8 +54,8 @@ def test_everything_that_was_asked_is_accounted_for(default):
     for row in default.metrics:
         asked, solver = row['challenger'], row['solver']
         assert set(asked['rejected']) <= set(checks.REASONS)
-        assert asked['issued'] == asked['valid'] + sum(asked['rejected'].values()) == 4
-        assert asked['valid'] + asked['reused'] + asked['empty'] == 4
+        assert asked['issued'] == asked['valid'] + sum(asked['rejected'].values()) == 8
+        assert asked['valid'] + asked['reused'] + asked['empty'] == 8
         kinds = ('correct', 'wrong', 'malformed', 'unjudged', 'outage')
         assert solver['issued'] == sum(solver[kind] for kind in kinds) == 3 * sum(solver['p_histogram'])
         assert row['calls'].get('solver search', 0) + row['calls']['challenger search'] == row['tokens']['searches']
@@ -89,7 +89,7 @@ def test_no_memory_priming_starts_with_an_empty_bank(tmp_path):
 
 
 def test_mined_cards_join_the_handwritten_ones(tmp_path):
-    played = runs.play(tmp_path / 'run', '--bank.bootstrap-steps', '2', '--problems', '8', steps=1)
+    played = runs.play(tmp_path / 'run', '--bank.bootstrap-steps', '2', steps=1)
     with played.bank() as bank:
         seeds = [card for card in bank.cards() if card.is_seed]
         mined = [card for card in seeds if card.rollout_ids]
