@@ -14,8 +14,8 @@ import numpy as np
 
 from sesa_jax.records import Trajectory
 
-LENGTHS = (256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288)
-"""Padded row lengths. Steps of a third of the length or less; every one that occurs is compiled, so short ones are few."""
+LENGTHS = (128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288)
+"""Padded row lengths. Few steps below 1,024, since every one that occurs is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
