@@ -13,13 +13,14 @@ from sesa_jax.selfplay import checks
 from sesa_jax.skills import priming
 
 CANARY = 'kolzax mirvuth'
+WARM = ('--solver.temperature', '1.4')
 OFTEN = ('--bank.every', '2', '--bank.at-least', '1', '--bank.at-most', '30')
 
 
 @pytest.fixture(scope='module')
 def default(tmp_path_factory):
-    """Three steps of sesa with consolidations every second step."""
-    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, steps=3)
+    """Five steps of sesa with consolidations every second step, warm enough that groups differ."""
+    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, *WARM, steps=5)
 
 
 def frontier_reward(solve_rate, penalty=0.1):
@@ -62,20 +63,22 @@ def test_everything_that_was_asked_is_accounted_for(default):
 
 
 def test_cards_are_shown_and_counted(default):
-    retrieved = sum(len(row['card_ids']) for step in (1, 2, 3) for row in default.questions(step))
+    retrieved = sum(len(row['card_ids']) for step in range(1, 6) for row in default.questions(step))
     with default.bank() as bank:
         assert sum(card.retrieved for card in bank.cards()) == retrieved > 0
 
 
 def test_a_consolidation_takes_failures_and_commits_one_boundary_later(default):
-    assert default.metrics[1]['bank']['taken'] > 0
-    assert default.metrics[1]['bank']['consolidation'] is None
-    finished = default.metrics[2]['bank']['consolidation']
-    assert (finished['started'], finished['failures']) == (2, default.metrics[1]['bank']['taken'])
+    banks = [row['bank'] for row in default.metrics]
+    started = next(step for step, bank in enumerate(banks, 1) if bank['taken'])
+    assert started in (2, 4)
+    assert all(bank['consolidation'] is None for bank in banks[:started])
+    finished = banks[started]['consolidation']
+    assert (finished['started'], finished['failures']) == (started, banks[started - 1]['taken'])
 
 
 def test_no_failure_distillation_queues_and_distils_nothing(default, tmp_path):
-    played = runs.play(tmp_path / 'run', '--no-failure-distillation', *OFTEN, steps=3)
+    played = runs.play(tmp_path / 'run', '--no-failure-distillation', *OFTEN, *WARM, steps=3)
     assert [row['bank']['queue'] for row in played.metrics] == [0, 0, 0]
     assert [row['bank']['consolidation'] for row in played.metrics] == [None] * 3
     assert max(row['bank']['queue'] for row in default.metrics) > 0
@@ -99,13 +102,13 @@ def test_mined_cards_join_the_handwritten_ones(tmp_path):
 
 def test_frontier_shaping_pays_the_bell_and_without_it_one_minus_p(default, tmp_path):
     assert default.metrics[0]['challenger']['reward_mean'] == pytest.approx(rewards_of(default, 1, frontier_reward))
-    plain = runs.play(tmp_path / 'run', '--no-frontier-shaping', steps=1)
+    plain = runs.play(tmp_path / 'run', '--no-frontier-shaping', *WARM, steps=1)
     assert plain.metrics[0]['challenger']['reward_mean'] == pytest.approx(rewards_of(plain, 1, lambda p: 1 - p))
     assert plain.questions(1)[0]['question'] == default.questions(1)[0]['question']  # nothing else differs in step 1
 
 
 def test_no_verification_asks_for_none_and_rejects_for_none(default, tmp_path):
-    played = runs.play(tmp_path / 'run', '--no-verification')
+    played = runs.play(tmp_path / 'run', '--no-verification', *WARM)
     assert all('verification' not in row['calls'] for row in played.metrics)
     assert all('not verified' not in row['challenger']['rejected'] for row in played.metrics)
     assert any(row['calls'].get('verification') for row in default.metrics)
@@ -164,7 +167,7 @@ def test_challenger_sees_skills_is_the_leak(tmp_path, monkeypatch):
 
 
 def test_reused_problems_teach_the_challenger_nothing(default):
-    reused = [row for step in (2, 3) for row in default.questions(step) if row['reused']]
+    reused = [row for step in range(2, 6) for row in default.questions(step) if row['reused']]
     assert all(row['challenger_row'] == -1 for row in reused)
-    earlier = {row['question'] for step in (1, 2) for row in default.questions(step)}
+    earlier = {row['question'] for step in range(1, 5) for row in default.questions(step)}
     assert all(row['question'] in earlier for row in reused)

@@ -39,7 +39,8 @@ def host(process):
 @pytest.fixture(scope='module')
 def title(run_data) -> str:
     """An entity of the run's world."""
-    return lab.build(run_data['seed']).documents[0].title
+    # A decoy's: it names its entity twice and the relation, so that nothing else comes before it.
+    return next(d.title for d in lab.build(run_data['seed']).documents if d.title[0].isupper() and ' ' in d.title)
 
 
 def test_searches_come_back_in_query_order_with_their_outcome(host, title):
