@@ -7,8 +7,9 @@ passages names them in passing (a pointer), so they can be learned from evidence
 
 Names and key words have three syllables. Two disjoint sets of such words are drawn, once: `warm` words for making the
 shipped policy, `play` words for runs. Both use every pair of syllables, so a tokenizer whose pieces are syllables cuts
-unseen words as it cuts seen ones, and no pair of pieces tells them apart. Entities form two components without a fact between them: `train`, from
-which targets and training questions are drawn, and `held_out`, which only measurement may ask about.
+unseen words as it cuts seen ones, and no pair of pieces tells them apart. Entities form two components without a fact
+between them: `train`, from which targets and training questions are drawn, and `held_out`, which
+only measurement may ask about.
 
 Left out on purpose: numbers, dates, comparisons, ambiguous names, short forms of names.
 """
