@@ -42,7 +42,7 @@ from sesa_jax.selfplay.challenger import ReusePool
 from sesa_jax.selfplay.game import Game, check_room
 from sesa_jax.selfplay.setup import Backbone
 from sesa_jax.selfplay.step import Ledger, States, step
-from sesa_jax.skills import consolidate
+from sesa_jax.skills import consolidate, priming
 from sesa_jax.skills.bank import Bank, BankError
 
 
@@ -115,7 +115,7 @@ def begin_or_recover(
         begin(run, folder, game, states)
         return states, ReusePool(), 0
     game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
-    check_room(game, [card.shown() for card in game.host.cards()])
+    check_room(run, game.tokenizer, [card.shown() for card in game.host.cards()])
     states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
     game.host.take_calls()
     reporter.say(f'going on behind step {record.step}')
@@ -125,7 +125,8 @@ def begin_or_recover(
 def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
     """Fill the bank, and commit step 0, so that a run that is killed in step 1 does not mine its cards again."""
     written, mined = bootstrap.seed_cards(game, {role: state.params for role, state in states.items()})
-    check_room(game, [card.shown() for card in [*written, *mined]])
+    questions = [question.text for question in game.training_questions]
+    check_room(run, game.tokenizer, [card.shown() for card in [*written, *mined]], questions)
     game.host.create_bank([*written, *mined])
     game.host.take_calls()
     digest = checkpoint.save(folder.checkpoints, 0, dict(states))
@@ -272,6 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run = config.from_command_line(arguments, __doc__)
             backbone = setup.load(run)  # refuses a bad model before the folder is made
+            if run.memory_priming:
+                check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
             folder = RunFolder.create(run.run_dir or default_folder(run), config.to_json(run))
         with folder, Reporter(run.steps, f'{run.method} · {run.model} · seed {run.seed}') as reporter:
             reporter.say(describe(run, folder))

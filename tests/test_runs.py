@@ -186,7 +186,7 @@ def test_refusals_at_the_door(tmp_path, capsys):
         (['--solver.rollouts', '0', '--run-dir', str(new)], '--solver.rollouts is 0'),
         (['--run-dir', str(taken)], 'is not empty'),
         (['--run-dir', str(new), '--resume'], 'nothing to resume'),
-        (['--run-dir', '/proc/nowhere/run'], 'cannot write'),
+        (['--run-dir', '/proc/nowhere/run'], 'cannot make the run folder'),
         (['--bank.retrieved', '14', '--run-dir', str(new)], '--bank.retrieved 14'),
         (['--devices', '999', '--run-dir', str(new)], '--devices 999'),
     ]
@@ -195,9 +195,7 @@ def test_refusals_at_the_door(tmp_path, capsys):
         assert code == 2, arguments
         assert words in error, (arguments, error)
         assert 'Traceback' not in error
-        assert not new.exists() or arguments[0] == '--bank.retrieved'
-        for file in new.rglob('*') if new.exists() else []:
-            assert 'steps' not in file.parts[-2:] or not file.is_file()  # no step was committed
+        assert not new.exists(), arguments
     assert [p.name for p in taken.iterdir()] == ['thesis.txt']
 
 

@@ -52,16 +52,18 @@ class Game:
         )
 
 
-def check_room(game: Game, cards: Sequence[str]) -> None:
+def check_room(run: Run, tokenizer: Tokenizer, cards: Sequence[str], questions: Sequence[str] = ()) -> None:
     """ConfigError unless the longest cards and the longest known question fit into a solver's prompt.
 
-    cards: shown text of all active cards.
+    cards: shown text of the cards that may be retrieved. questions: those that are known before play.
     """
-    run = game.run
-    longest = sorted((card for card in cards), key=lambda c: len(game.tokenizer.encode(c)))[-run.bank.retrieved :]
-    questions = [q.text for q in game.training_questions] or ['']
-    question = max(questions, key=lambda q: len(game.tokenizer.encode(q)))
-    needed = len(game.solver_prompt(question, longest if run.bank.retrieved else []))
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    longest = sorted(cards, key=size)[-run.bank.retrieved :] if run.bank.retrieved else []
+    question = max(questions, key=size, default='')
+    needed = len(tokenizer.chat(None, prompts.solver(question, longest, run.prompt_style)))
     if needed > run.lengths.prompt:
         raise ConfigError(
             f'--bank.retrieved {run.bank.retrieved}: a question with the longest cards needs {needed} tokens, but '
