@@ -52,6 +52,7 @@ def test_a_process_starts_serves_and_stops_without_a_trace(tmp_path, run_data):
         assert os.getsid(pid) == pid  # no signal for our process group reaches it
     finally:
         process.stop()
+    assert process._child.returncode == 0  # it ended by itself when it was asked to
     process.stop()
     assert not is_running(pid)
     assert not path.parent.exists()

@@ -158,7 +158,9 @@ def test_a_resumed_run_goes_on_from_its_record_with_the_consolidation_under_way_
     with HostProcess.start(tmp_path, memory_data) as process, HostClient(process) as host:
         assert host.open_bank(recorded.seq, recorded.chain_hash) == recorded
         assert recorded.consolidating == 2
-        play(host, 4, first=3)
+        play(host, 3, first=3)
+        os.kill(process.pid, signal.SIGKILL)  # what came after the record is not undone once more
+        play(host, 4, first=4)
         assert (host.state(), host.cards()) == uninterrupted
         with pytest.raises(HostFailure, match=r'CorruptBank: .* not abcdef'):
             host.open_bank(recorded.seq, 'abcdef')
@@ -170,6 +172,32 @@ def test_a_resumed_run_goes_on_from_its_record_with_the_consolidation_under_way_
         with pytest.raises(HostFailure, match=r'open_bank: .*bank.db: the hash chain breaks at event 1') as caught:
             host.open_bank()
         assert caught.value.kind == 'CorruptBank'
+
+
+def test_a_snapshot_that_cannot_be_taken_again_is_not_replaced_by_another(process, host):
+    play(host, 2)
+    host.snapshot(2)
+    assert len(host.retrieve(['Who is the founder of Orsk?'], 9)[0]) == 3
+    host.finish_consolidation(2)  # behind the same step, after the snapshot
+    assert len(host.retrieve(['Who is the founder of Orsk?'], 9)[0]) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(HostConflict, match='is not the one that is held'):
+        host.retrieve(['Who is the founder of Orsk?'], 9)
+
+
+def test_a_bank_that_is_only_read_stays_as_it_is_also_when_the_host_is_replaced(process, host):
+    play(host, 2)
+    path = process._run_dir / 'bank.db'
+    middle = host.state().seq - 2
+    host.open_bank(readonly=True)  # closes the one for writing
+    files = {file.name: file.read_bytes() for file in path.parent.glob('bank.db*')}
+    read = host.open_bank(middle, readonly=True)
+    assert (read.seq, read.step) == (middle, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    assert host.state() == read
+    with pytest.raises(HostConflict, match='was opened for reading'):
+        host.commit_step(2, {}, {}, {}, [])
+    assert {file.name: file.read_bytes() for file in path.parent.glob('bank.db*')} == files
 
 
 def test_a_run_that_starts_over_gets_its_bank_as_it_was_created(host):

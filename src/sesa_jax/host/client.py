@@ -2,8 +2,8 @@
 
 One background thread runs the event loop and the one HTTP session of a client. Every call is safe to send again: it
 reads, or it carries a key under which the host carries it out once. So a connection that breaks, and a host that died
-or hangs, are mended here: the process is replaced, the bank opened again where it was, the step's snapshot taken again
-and checked to be the same, and the call sent again. What the host refuses is raised at once.
+or hangs, are mended here: the process is replaced, the bank opened again where it was, the step's snapshot taken again,
+and the call sent again. What the host refuses is raised at once.
 
 `with HostProcess.start(run_dir, config) as process, HostClient(process) as host: ...`
 """
@@ -59,6 +59,7 @@ __all__ = [
 
 PING_AFTER = 5.0  # seconds without a reply after which the host is asked whether it lives
 PING_SECONDS = 8.0  # for the answer; then it counts as hanging
+NEWEST = {'at_seq': None, 'chain_hash': None, 'readonly': False}
 T = TypeVar('T')
 
 
@@ -96,7 +97,8 @@ class HostClient:
         self._counting = threading.Lock()
         self._calls: collections.Counter[str] = collections.Counter()
         self._generation = process.restarts
-        self._opening = ''  # the call that opened the bank
+        self._opening = ''  # key of the call that opened the bank
+        self._reopening: dict[str, Any] = {}  # how to open it again
         self._snapshot: SnapshotInfo | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name='host-client', daemon=True)
@@ -158,15 +160,20 @@ class HostClient:
         If the run has one from the same cards (it was killed before its first commit), that one goes back to its
         beginning. HostConflict if its seeds are others, or are more than the bank holds.
         """
-        return self._opened('create_bank', {'seeds': [cards.to_json(seed) for seed in seeds]})
+        return self._opened('create_bank', {'seeds': [cards.to_json(seed) for seed in seeds]}, NEWEST)
 
-    def open_bank(self, at_seq: int | None = None, chain_hash: str | None = None) -> BankState:
+    def open_bank(
+        self, at_seq: int | None = None, chain_hash: str | None = None, *, readonly: bool = False
+    ) -> BankState:
         """Open the run's bank as it was after event `at_seq` (None: the newest); what came later is orphaned.
 
-        A consolidation that was under way then is begun again. HostFailure ('CorruptBank') if the file is damaged, or
+        A consolidation that was under way then is begun again. With `readonly` a private copy is read, and the bank
+        stays as it is, byte for byte; calls that would change it fail. HostFailure ('CorruptBank') if the file is damaged, or
         the chain hash there is not `chain_hash`.
         """
-        return self._opened('open_bank', {'at_seq': at_seq, 'chain_hash': chain_hash})
+        body = {'at_seq': at_seq, 'chain_hash': chain_hash, 'readonly': readonly}
+        # Opened for writing, the newest event is where it will have got to; a second cut would undo steps.
+        return self._opened('open_bank', body, body if readonly else NEWEST)
 
     def snapshot(self, version: int) -> SnapshotInfo:
         """Freeze the bank behind the boundary of step `version` (0: the seed bank) for `retrieve`, until the next one.
@@ -180,7 +187,7 @@ class HostClient:
         """At most k cards of the snapshot for each question, best first; never one that came from that question."""
         if self._snapshot is None:
             raise HostConflict('retrieve: take a snapshot first')
-        body = {'questions': list(questions), 'k': k, 'version': self._snapshot.version}
+        body = {'questions': list(questions), 'k': k, 'hash': self._snapshot.hash}
         hits = _as_many(self._call('retrieve', body)['hits'], questions, 'retrieve')
         return [tuple(Hit(**hit) for hit in row) for row in hits]
 
@@ -234,11 +241,11 @@ class HostClient:
 
     # How a call is made.
 
-    def _opened(self, name: str, body: dict[str, Any]) -> BankState:
+    def _opened(self, name: str, body: dict[str, Any], again: dict[str, Any]) -> BankState:
         self._snapshot = None
         key = self._once()
         reply = self._call(name, body, key=key)
-        self._opening = key
+        self._opening, self._reopening = key, again
         return BankState(**reply['state'])
 
     def _key(self, step: int, name: str) -> str:
@@ -289,8 +296,8 @@ class HostClient:
             try:
                 return await self._send(session, name, raw)
             except _Broken as fault:
-                # A lone broken connection to a host that lives may be an idle one that it closed.
-                if is_second or not self._process.is_alive or isinstance(fault.__cause__, TimeoutError):
+                # The first time, it may only be an idle connection that the host closed just then.
+                if is_second or isinstance(fault.__cause__, TimeoutError):
                     await self._mend(generation, f'{name}: {fault}')
                     is_second = False
                 else:
@@ -361,13 +368,10 @@ class HostClient:
     async def _reopen(self) -> None:
         if not self._opening:
             return
-        await self._send(
-            self._session, 'open_bank', json.dumps({'at_seq': None, 'chain_hash': None, 'key': self._once()}).encode()
-        )
+        await self._send(self._session, 'open_bank', json.dumps({**self._reopening, 'key': self._once()}).encode())
         if self._snapshot is not None:
-            body = json.dumps({'version': self._snapshot.version}).encode()
-            if SnapshotInfo(**await self._send(self._session, 'snapshot', body)) != self._snapshot:
-                self._snapshot = None  # a commit got through: the step that needed it is over
+            # `retrieve` names the snapshot by its hash: should the bank have moved on, it is refused.
+            await self._send(self._session, 'snapshot', json.dumps({'version': self._snapshot.version}).encode())
 
 
 def _as_many(answers: list[Any], questions: Sequence[Any], name: str) -> list[Any]:

@@ -151,6 +151,12 @@ def text(value: Any, where: str) -> str:
     return value
 
 
+def flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadRequest(f'{where} must be true or false, not {str(value)[:40]}')
+    return value
+
+
 def whole(low: int, high: int = 2**63 - 1) -> Parser:
     """A whole number from `low` to `high`."""
 

@@ -21,7 +21,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sesa_jax import config, records
 from sesa_jax.config import Run
 from sesa_jax.host import judge
-from sesa_jax.host.schema import Conflict, SnapshotInfo, counts, endpoint, fields, many, optional, record, text, whole
+from sesa_jax.host.schema import (
+    Conflict,
+    SnapshotInfo,
+    counts,
+    endpoint,
+    fields,
+    flag,
+    many,
+    optional,
+    record,
+    text,
+    whole,
+)
 from sesa_jax.host.search import Corpus
 from sesa_jax.records import Document, Failure
 from sesa_jax.run.folder import RunFolder
@@ -139,10 +151,11 @@ class Service:
 
         return await self._open(create)
 
-    @endpoint(mutating=True, at_seq=optional(whole(0)), chain_hash=optional(text))
-    async def open_bank(self, at_seq: int | None, chain_hash: str | None) -> dict[str, Any]:
+    @endpoint(mutating=True, at_seq=optional(whole(0)), chain_hash=optional(text), readonly=flag)
+    async def open_bank(self, readonly: bool, **where: Any) -> dict[str, Any]:
         return await self._open(
-            lambda bank, **options: bank.open(self._path, at_seq=at_seq, chain_hash=chain_hash, **options)
+            lambda bank, **options: bank.open(self._path, readonly=readonly, **where, **options),
+            begin_again=not readonly,
         )
 
     @endpoint(version=whole(0))
@@ -150,12 +163,12 @@ class Service:
         self._snapshot = await self._with_bank(lambda bank: bank.snapshot(version))
         return dataclasses.asdict(SnapshotInfo(version, self._snapshot.hash, len(self._snapshot.cards)))
 
-    @endpoint(questions=many(text), k=whole(0, 100), version=whole(0))
-    async def retrieve(self, questions: list[str], k: int, version: int) -> dict[str, Any]:
+    @endpoint(questions=many(text), k=whole(0, 100), hash=text)
+    async def retrieve(self, questions: list[str], k: int, hash: str) -> dict[str, Any]:
         snapshot = self._snapshot
-        if snapshot is None or snapshot.version != version:
-            held = 'none' if snapshot is None else f'that of version {snapshot.version}'
-            raise Conflict(f'the snapshot of version {version} is not the one that is held ({held})')
+        if snapshot is None or snapshot.hash != hash:
+            held = 'none' if snapshot is None else f'{snapshot.hash[:12]} of version {snapshot.version}'
+            raise Conflict(f'snapshot {hash[:12]} is not the one that is held ({held}); take it again')
         hits = await self._work(_retrieve, snapshot, questions, k)
         return {'hits': hits, 'calls': {'retrieval': len(questions)}}
 
@@ -216,7 +229,7 @@ class Service:
     async def cards(self) -> dict[str, Any]:
         return {'cards': [cards.to_json(card) for card in await self._with_bank(lambda bank: bank.active())]}
 
-    async def _open(self, opened: Callable[..., Bank]) -> dict[str, Any]:
+    async def _open(self, opened: Callable[..., Bank], *, begin_again: bool = True) -> dict[str, Any]:
         def work() -> None:
             from sesa_jax.skills.bank import Bank
 
@@ -230,7 +243,8 @@ class Service:
 
         self._snapshot = self._job = None
         await self._on_bank_thread(work)
-        if (job := await self._with_bank(lambda bank: bank.pending_consolidation())) is not None:
+        job = await self._with_bank(lambda bank: bank.pending_consolidation())
+        if job is not None and begin_again:
             self._distil(job.step, job.failures)
         return {'state': await self._with_bank(_state)}
 
