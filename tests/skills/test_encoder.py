@@ -98,10 +98,32 @@ def test_the_right_card_is_among_the_first_three_of_a_hundred(lessons):
     assert np.mean(hits) >= 0.9
 
 
-def test_rarity_in_the_snapshot_finds_the_card_of_a_long_question(lessons):
-    index = index_of(as_cards(lessons))
-    found = index.retrieve('Tell me the rector of the campus of the author of the mouth of Zormak.', 1)
-    assert found[0][0].trigger == 'a question asks for the rector'
+def test_rarity_in_the_snapshot_outweighs_phrases_that_many_cards_share(lessons):
+    frame = 'Tell me the {} of the birthplace of the author of {}.'
+    noise = [
+        dataclasses.replace(lesson(word, f'{word}x', 1), masked_question=frame.format(word, '{entity}'))
+        for word in KEYS
+    ]
+    index = index_of(as_cards([*lessons, *noise]))
+    found = [index.retrieve(frame.format(relation, 'Zormak'), 1)[0][0].trigger for relation in RELATIONS]
+    assert found == [card.trigger for card in lessons]
+
+
+def test_templates_count_twice_for_duplicates():
+    """So that short cards with the same template are alike in any wording, and with other key words are not."""
+
+    def short(trigger, keys):
+        return draft(trigger, description='how to find the founder', queries=(f'{{entity}} {keys}',))
+
+    first = short('a question asks for the founder of {entity}', 'velmar tikon')
+    encoder, known = Hashing(), priming.handwritten()
+    for trigger in (
+        'you need the founder of {entity}',
+        'the founder is asked for',
+        'somebody wants to know the founder',
+    ):
+        assert encoder.similarity([first, short(trigger, 'velmar tikon')], known)[0, -1] > encoder.threshold
+    assert encoder.similarity([first, short(first.trigger, 'dorvin pellak')], known)[0, -1] < 0.6
 
 
 def table_index(triggers, **sources):
