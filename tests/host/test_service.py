@@ -268,12 +268,19 @@ def test_a_repeated_seed_is_left_out_and_does_not_make_it_another_bank(tmp_path,
 
 def test_steps_go_on_while_a_consolidation_runs_and_its_boundary_waits(tmp_path, memory_data, monkeypatch):
     go_on = threading.Event()
-    real = distill.distill
-    monkeypatch.setattr(distill, 'distill', lambda failures: go_on.wait(30) and real(failures))
+    real, begun = distill.distill, []
+
+    def slow(failures):
+        begun.append(len(failures))
+        go_on.wait(30)
+        return real(failures)
+
+    monkeypatch.setattr(distill, 'distill', slow)
 
     async def steps(service):
         started = await ENDPOINTS['start_consolidation'].call(service, {'step': 2})
         assert (started['failures'], started['state']['consolidating']) == (2, 2)
+        assert await ENDPOINTS['start_consolidation'].call(service, {'step': 2}) == started
         await commit(service, 3)
         assert (await ENDPOINTS['search'].call(service, {'queries': ['zyx'], 'k': 1}))['results'][0][
             'outcome'
@@ -284,6 +291,7 @@ def test_steps_go_on_while_a_consolidation_runs_and_its_boundary_waits(tmp_path,
         go_on.set()
         done = await finish
         assert (done['admitted'], done['state']['consolidating']) == (['c00004'], None)
+        assert begun == [2]
         assert done['state']['counts']['queue'] == 1  # the failure of step 3, which came meanwhile, is kept
 
     served(tmp_path, memory_data, steps)
