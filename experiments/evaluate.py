@@ -77,7 +77,7 @@ def evaluate(path: pathlib.Path, per_cell: int | None = None) -> EvaluationResul
         states = setup.initial_states(run, backbone)
         states = checkpoint.restore(folder.checkpoints, record.step, states, record.checkpoint)
         with HostProcess.start(folder.path, config.to_json(run)) as process, HostClient(process) as host:
-            host.open_bank(at_seq=record.bank_seq)
+            host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash, readonly=True)
             game = setup.make_game(run, backbone, host)
             result = measure(game, backbone.params, states['solver'], record.step)
         save(folder, result)
