@@ -53,6 +53,7 @@ def test_equal_rollouts_are_equal_bytes_and_latency_stands_under_time(tmp_path):
     write_trajectories(tmp_path / 'b.jsonl.gz', [make()])
     write_trajectories(tmp_path / 'c.jsonl.gz', [make(latency=9.0)])
     assert (tmp_path / 'a.jsonl.gz').read_bytes() == (tmp_path / 'b.jsonl.gz').read_bytes()
+    assert (tmp_path / 'a.jsonl.gz').read_bytes()[4:8] == bytes(4), 'no time in the header of the gzip file'
     a, c = (json.loads(gzip.decompress((tmp_path / f'{name}.jsonl.gz').read_bytes())) for name in 'ac')
     assert (a.pop('time'), c.pop('time')) == ({'latency': [0.25]}, {'latency': [9.0]})
     assert a == c
