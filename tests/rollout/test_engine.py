@@ -222,6 +222,13 @@ def test_an_answer_that_is_complete_at_the_cut_counts(limit, reason):
     assert row.final == ('red' if reason == 'answer' else None)
 
 
+@pytest.mark.parametrize('table', [always('hm', end='end'), always('</sea', end='rch>')])
+@pytest.mark.parametrize(('limit', 'reason'), [(2, 'malformed'), (1, 'length')])
+def test_a_turn_that_ends_by_itself_at_the_cut_was_not_cut(table, limit, reason):
+    (row,) = play(requests(1, turn_tokens=limit), table=table, noise=0)
+    assert (row.stop_reason, row.is_action.sum()) == (reason, limit)
+
+
 def lengths(**changes):
     return dataclasses.replace(LENGTHS, **changes)
 

@@ -129,11 +129,11 @@ def decode(
         token, logprob = sampling.sample(logits, inputs.uniforms[loop.step], inputs.temperature, allowed=allowed)
         state = table[loop.state, token].astype(jnp.int32)
         count = loop.count + is_active
-        # A tag that is complete counts, whatever else the token or the budget says.
+        # A turn that ended by itself with its last token was not cut.
         ending = jnp.select([accept[state], is_end[token], count >= inputs.budget], [TAG, END, CUT], RUNNING)
         return _Loop(
             step=loop.step + 1,
-            token=jnp.where(is_active, token, loop.token),
+            token=token,  # a row that has stopped goes on with garbage that nobody keeps
             state=jnp.where(is_active, state, loop.state),
             count=count,
             ending=jnp.where(is_active, ending, loop.ending),
