@@ -1,4 +1,4 @@
-"""Makes the packaged `tiny` policy: `python -m experiments.warm_start DIR`.
+"""Trains a policy for the lab from nothing, as the packaged `tiny` was: `python -m experiments.warm_start DIR`.
 
 A Qwen3-family decoder of about 0.9 M parameters learns the protocol of the lab from scripted players in a stream of
 fresh worlds (`worlds/demonstrations.py`): naive search, following the query template of a card whose trigger fits,

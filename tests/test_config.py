@@ -9,7 +9,7 @@ from sesa_jax.config import ConfigError, Run, from_command_line
 def test_without_flags_is_the_lab():
     run = from_command_line([])
     assert run == config.with_method(config.lab_preset(Run()), 'sesa')
-    assert (run.steps, run.problems, run.prompt_style, run.deterministic) == (40, 16, 'short', True)
+    assert (run.steps, run.problems, run.prompt_style) == (40, 16, 'short')
 
 
 def test_another_model_gets_the_papers_defaults():

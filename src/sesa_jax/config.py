@@ -156,7 +156,6 @@ class Run:
     """Devices of the mesh; 0: all."""
     row_buckets: tuple[int, ...] = (8, 16, 32, 80, 128)
     """Row counts that rollouts are compiled for; a batch takes the smallest that holds it."""
-    deterministic: bool = False
     report: bool = True
     """End with the evaluation on held-out questions and the report."""
     prompt_style: Literal['full', 'short'] = 'full'
@@ -221,7 +220,6 @@ def lab_preset(run: Run) -> Run:
         checkpoint_every=1,  # a step costs seconds, a checkpoint a tenth of one
         validate_every=5,
         problems=16,  # two cores
-        deterministic=True,
         prompt_style='short',  # the words that tiny was trained on
         row_buckets=(16, 32, 80),  # a compilation takes as long as many rows of tiny; 80 are the solver's 16 x 5
         challenger=replace(
