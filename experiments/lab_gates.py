@@ -25,7 +25,6 @@ from sesa_jax import config
 from sesa_jax.config import Run
 from sesa_jax.evals.statistics import wilson
 from sesa_jax.host.client import HostClient, HostProcess
-from sesa_jax.host.search import Corpus
 from sesa_jax.records import Failure, Question, Target
 from sesa_jax.rollout.engine import Request
 from sesa_jax.run.process import prepare
@@ -35,6 +34,7 @@ from sesa_jax.skills import distill
 from sesa_jax.skills.card import Card, DraftCard
 from sesa_jax.skills.encoder import index_of
 from sesa_jax.worlds import demonstrations, lab
+from sesa_jax.worlds.search import Corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +107,7 @@ def gate_encoder(world: lab.World, found: Cells) -> None:
     nouns = list(world.relations)
     invented = [str(word) for word in rng.choice(lab.words('warm'), 100 - len(nouns), replace=False)]
     drafts = [relation_card(world, noun) for noun in nouns]
-    drafts += [
-        distill.draft(noun, demonstrations.invent_template(rng, 'warm')) for noun in invented
-    ]
+    drafts += [distill.draft(noun, demonstrations.invent_template(rng, 'warm')) for noun in invented]
     cards = [Card(id=f'c{i:03d}', **dataclasses.asdict(draft)) for i, draft in enumerate(drafts)]
     index = index_of(cards)
     for question in world.questions('held_out', 100, seed=4):
@@ -135,7 +133,10 @@ def gate_distiller(game: Game, params, found: Cells, rollouts: int) -> None:
             cards.update([(noun, draft) for draft in good])
     others = [q for q in world.questions('held_out', 100, seed=8) if q.tags[:1] and q.tags[0] in cards and q.hops == 1]
     others = [q for q in others if 'no pointer' in q.tags]
-    for name, shown in (('distilled card', [[cards[q.tags[0]].shown()] for q in others]), ('no card', [[]] * len(others))):
+    for name, shown in (
+        ('distilled card', [[cards[q.tags[0]].shown()] for q in others]),
+        ('no card', [[]] * len(others)),
+    ):
         for right in play(game, params, others, shown, rollouts, 1.0):
             found[f'other entities, no pointer | {name}'] += right
     for wordings, name in ((lab.POINTERS, 'usual'), (lab.UNUSUAL_POINTERS, 'unwritten-for')):
@@ -149,7 +150,9 @@ def played_failures(game: Game, params, questions, rollouts: int) -> list[tuple[
         for i, q in enumerate(questions) for s in range(rollouts)
     ]  # fmt: skip
     rows = game.rollout(params, requests, 'solver', step=2, weights_version=0, purpose='gates')
-    outcomes = solver.judge(game.host, rows, [(questions[r.problem].text, questions[r.problem].answers) for r in requests])
+    outcomes = solver.judge(
+        game.host, rows, [(questions[r.problem].text, questions[r.problem].answers) for r in requests]
+    )
     failures = []
     for request, row, outcome in zip(requests, rows, outcomes, strict=True):
         if outcome.kind == 'wrong':
@@ -204,9 +207,7 @@ def gate_scripted(world: lab.World, found: Cells) -> None:
         start = question.text.rstrip('.?').split()[-1]
         nouns = tuple(reversed([w for w in question.text.split() if w in world.relations]))
         for name, knows in (('naive', False), ('keyed', True)):
-            _, answer = demonstrations.solve(
-                world, engine, start, nouns, question.text, rng, user='', knows_keys=knows
-            )
+            _, answer = demonstrations.solve(world, engine, start, nouns, question.text, rng, user='', knows_keys=knows)
             found[f'scripted {name} {question.kind}'].append(answer in question.answers)
             if question.kind == 'hard' and knows and question.hops == 1:
                 found[f'scripted keyed {question.tags[0]}'].append(answer in question.answers)

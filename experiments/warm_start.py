@@ -32,7 +32,6 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from sesa_jax import config
-from sesa_jax.host.search import Corpus
 from sesa_jax.policy import arch as architecture
 from sesa_jax.policy import hf, transformer
 from sesa_jax.policy.tokenizer import Tokenizer
@@ -42,6 +41,7 @@ from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import prompts
 from sesa_jax.skills import priming
 from sesa_jax.worlds import demonstrations, lab
+from sesa_jax.worlds.search import Corpus
 
 VOCABULARY = 1024
 CONTROL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -66,25 +66,28 @@ class Recipe:
     """Folder to write; a Hugging Face model folder."""
     start: pathlib.Path | None = None
     """Go on from this folder's weights and tokenizer, with all numbers of hops from the first step."""
-    steps: int = 4000
+    steps: int = 9000
     tokens: int = 2048
     """Padded tokens a step."""
     learning_rate: float = 2e-2
     warmup: int = 100
     weight_decay: float = 0.05
-    think_weight: float = 2.0
+    think_weight: float = 3.0
     context_weight: float = 0.2
-    """Loss weight of prompts and observations: names that come again there teach copying early."""
+    """Loss weight of prompts and observations at the start, falling to 0 at the end: names that come again there teach
+    copying early."""
     demonstrations_per_world: int = 48
     world_size: float = 0.35
-    challenger_share: float = 0.25
-    no_card_share: float = 0.2
-    easy_card_share: float = 0.3
+    challenger_share: float = 0.2
+    no_card_share: float = 0.18
+    easy_card_share: float = 0.7
     """How often a hop of an easy relation has a card of its own."""
-    invented_share: float = 0.4
+    invented_share: float = 0.75
     """How often the template of such a card is made up, so that following it is all there is to learn."""
-    one_hop_share: float = 0.0
+    one_hop_share: float = 0.4
     """Share of chains cut to one hop: short rows, more copying a token."""
+    follow_pointer: float = 0.3
+    """How often the solver of the demonstrations follows a pointer: what a policy without cards can get better at."""
     stop: int | None = None
     """Stop here on a schedule of `steps`."""
     seed: int = 0
@@ -139,7 +142,9 @@ def train_tokenizer(folder: pathlib.Path) -> None:
 
 
 def model_config(folder: pathlib.Path) -> dict:
-    ids = {token: tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json')).token_to_id(token) for token in CONTROL}
+    ids = {
+        token: tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json')).token_to_id(token) for token in CONTROL
+    }
     return {
         **TINY.to_config(), 'torch_dtype': 'float32',
         'eos_token_id': ids['<|im_end|>'], 'pad_token_id': ids['<|endoftext|>'], 'bos_token_id': None,
@@ -222,7 +227,16 @@ def _solver(world, engine, chain, rng, recipe: Recipe, handwritten: Sequence[str
         cards = [cards[i] for i in rng.permutation(len(cards))]
     user = prompts.solver(question, [c.text for c in cards], 'short')
     transcript, answer = demonstrations.solve(
-        world, engine, start, nouns, question, rng, user=user, cards=cards, follow_pointer=0.2, vary=0.08
+        world,
+        engine,
+        start,
+        nouns,
+        question,
+        rng,
+        user=user,
+        cards=cards,
+        follow_pointer=recipe.follow_pointer,
+        vary=0.08,
     )
     return transcript if answer else None
 
@@ -239,11 +253,13 @@ def _record(transcript: demonstrations.Transcript) -> Demonstration:
     return Demonstration(transcript.user, tuple(segments))
 
 
-def encode(demonstration: Demonstration, tokenizer: Tokenizer, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    demonstration: Demonstration, tokenizer: Tokenizer, think_weight: float, context_weight: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids i32[T] and loss weights f32[T]."""
-    weight_of = {'observation': recipe.context_weight, 'act': 1.0, 'think': recipe.think_weight}
+    weight_of = {'observation': context_weight, 'act': 1.0, 'think': think_weight}
     ids = list(tokenizer.chat(None, demonstration.user))
-    weights = [recipe.context_weight] * len(ids)
+    weights = [context_weight] * len(ids)
     for kind, segment in demonstration.segments:
         if isinstance(segment, Search):
             piece = episode.encode_observation(tokenizer.encode, segment, OBSERVATION)
@@ -261,9 +277,10 @@ def batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[tuple[np.ndarray, 
     waiting: dict[int, list] = {bucket: [] for bucket in BUCKETS}
     step = 0
     for world_seed in itertools.count(first_world):
-        hops = 3 if recipe.start else 1 + (step >= recipe.steps * 0.25) + (step >= recipe.steps * 0.45)
+        hops = 3 if recipe.start else 1 + (step >= recipe.steps * 0.15) + (step >= recipe.steps * 0.3)
+        context_weight = recipe.context_weight * max(0.0, 1 - step / recipe.steps)
         for demonstration in play(world_seed, rng, recipe, hops, recipe.demonstrations_per_world):
-            ids, weights = encode(demonstration, tokenizer, recipe)
+            ids, weights = encode(demonstration, tokenizer, recipe.think_weight, context_weight)
             bucket = next((b for b in BUCKETS if len(ids) <= b), None)
             if bucket is None:
                 continue
@@ -337,7 +354,10 @@ def main(recipe: Recipe) -> None:
         sums += [float(value), float(accuracy)]
         if step % 100 == 0 or step == recipe.steps:
             loss, right = sums / (step % 100 or 100)
-            print(f'step {step}/{recipe.steps} loss {loss:.4f} right {right:.4f} {time.monotonic() - began:.0f}s', flush=True)
+            print(
+                f'step {step}/{recipe.steps} loss {loss:.4f} right {right:.4f} {time.monotonic() - began:.0f}s',
+                flush=True,
+            )
             sums[:] = 0
         if step % 500 == 0 or step in (recipe.steps, recipe.stop):
             hf.save(recipe.out, TINY, params, settings, recipe.start or recipe.out)

@@ -5,5 +5,6 @@ import pathlib
 
 CACHE = pathlib.Path(__file__).resolve().parent.parent / '.cache' / 'jax'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # XLA's doubts about its own cached code
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sesa_jax.host.search import Corpus
 from sesa_jax.worlds import demonstrations, lab
+from sesa_jax.worlds.search import Corpus
 
 SEEDS = (0, 1, 2, 100)
 
@@ -124,7 +124,9 @@ def test_pointers_stand_in_the_own_passage_alone(world):
         keys = ' '.join(world.relations[hard].keys)
         (own,) = [d for d in world.documents if d.title == name]
         assert keys in own.text
-    plain = next(f.subject for f in world.facts if world.relations[f.relation].is_hard and f.subject not in world.pointers)
+    plain = next(
+        f.subject for f in world.facts if world.relations[f.relation].is_hard and f.subject not in world.pointers
+    )
     (own,) = [d for d in world.documents if d.title == plain]
     assert not any(' '.join(r.keys) in own.text for r in world.relations.values() if r.keys)
 

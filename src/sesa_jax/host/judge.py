@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from sesa_jax.evals.score import exact
 from sesa_jax.host.schema import Verification
-from sesa_jax.host.search import Ranking, words
+from sesa_jax.worlds.search import Ranking, words
 
 READ_SENTENCES = 3  # the reader looks at this many sentences of the ranking
 CLOSING = '.!,;。！ \t'  # a question mark or a colon leaves the matter open

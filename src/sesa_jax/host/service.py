@@ -34,12 +34,12 @@ from sesa_jax.host.schema import (
     text,
     whole,
 )
-from sesa_jax.host.search import Corpus
 from sesa_jax.records import Document, Failure
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.skills import card as cards
 from sesa_jax.skills.card import DraftCard
 from sesa_jax.skills.log import BankError, CorruptBank, canonical
+from sesa_jax.worlds.search import Corpus
 
 if TYPE_CHECKING:  # its import takes a second, which the start of the process need not wait for
     from sesa_jax.skills.bank import Bank, Snapshot

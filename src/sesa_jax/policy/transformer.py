@@ -36,7 +36,7 @@ Params = dict[str, Any]
 Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, T, 1, H/2]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 MASKED = -1e30  # finite, so that a row without any visible slot gives no NaN
-QUERY_BLOCK, MOST_BLOCKS = 64, 16  # the least size of a block of queries, and the most blocks of a row
+QUERY_BLOCK, MOST_BLOCKS = 64, 8  # the least size of a block of queries, and the most blocks of a row
 
 
 @jax.tree_util.register_dataclass

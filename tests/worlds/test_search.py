@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sesa_jax.host.search import Corpus, Ranking, words
 from sesa_jax.records import Document
+from sesa_jax.worlds.search import Corpus, Ranking, words
 
 
 def corpus(*texts: str) -> Corpus:
@@ -92,7 +92,7 @@ def test_scores_are_those_of_the_formula():
 
 PROBE = """
 import random, sys
-from sesa_jax.host.search import Corpus
+from sesa_jax.worlds.search import Corpus
 from sesa_jax.records import Document
 rng = random.Random(1)
 pool = [''.join(rng.choices('abcdefg', k=2)) for _ in range(30)]
