@@ -154,6 +154,10 @@ class Run:
     """Questions per step."""
     devices: int = 0
     """Devices of the mesh; 0: all."""
+    tensor_parallel: int = 0
+    """Devices that share one copy of the weights in rollouts; 0: as many as heads and devices allow."""
+    offload: bool = False
+    """Keep masters and moments of both roles in host memory while they are not updated, to make room for rollouts."""
     row_buckets: tuple[int, ...] = (8, 16, 32, 80, 128)
     """Row counts that rollouts are compiled for; a batch takes the smallest that holds it."""
     report: bool = True
@@ -312,7 +316,8 @@ def check(run: Run) -> None:
         if value < 1:
             raise ConfigError(f'{flag} is {value}; it must be at least 1')
     for flag, value in {
-        '--seed': run.seed, '--devices': run.devices, '--bank.retrieved': run.bank.retrieved,
+        '--seed': run.seed, '--devices': run.devices, '--tensor-parallel': run.tensor_parallel,
+        '--bank.retrieved': run.bank.retrieved,
         '--bank.grace-steps': run.bank.grace_steps, '--bank.mined': run.bank.mined,
         '--bank.bootstrap-steps': run.bank.bootstrap_steps, '--challenger.noise-blocks': run.challenger.noise_blocks,
         '--solver.temperature': run.solver.temperature, '--challenger.temperature': run.challenger.temperature,

@@ -1,10 +1,13 @@
 import dataclasses
+import json
 import os
+import pathlib
 import subprocess
 import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -74,6 +77,51 @@ def test_every_parameter_has_a_sharding_in_both_layouts(make_arch):
         assert placed['layers']['up'].mesh is mesh
 
 
+def test_decoding_splits_heads_hidden_and_vocabulary_over_the_model_axis(make_arch):
+    tree = abstract(make_arch(tied=False))
+    parts = {
+        name: sharding._partition(('layers', name), tree['layers'][name], sharding.DECODE, mesh_of(4, 2))
+        for name in ('query', 'value', 'output', 'up', 'down', 'mlp_norm')
+    }
+    assert parts == {
+        'query': PartitionSpec(None, None, 'model'),
+        'value': PartitionSpec(None, None, 'model'),
+        'output': PartitionSpec(None, 'model', None),
+        'up': PartitionSpec(None, None, 'model'),
+        'down': PartitionSpec(None, 'model', None),
+        'mlp_norm': PartitionSpec(None, None),
+    }
+    assert partition(tree['head'], sharding.DECODE, 4) == PartitionSpec(None, 'model')
+
+
+def test_tensor_parallelism_takes_what_heads_and_devices_allow(make_arch, monkeypatch):
+    monkeypatch.setattr(sharding, 'make_mesh', lambda count, model: (count, model))
+    qwen = make_arch(heads=28, kv_heads=4)
+    assert [sharding.decode_mesh(qwen, n) for n in (1, 2, 6, 8, 16)] == [(1, 1), (2, 2), (6, 2), (8, 4), (16, 4)]
+    assert sharding.decode_mesh(qwen, 8, 2) == (8, 2)
+
+
+def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_sizes(make_arch):
+    with pytest.raises(
+        ModelError, match=r'--tensor-parallel 8: 28 query and 4 kv heads .* the most for 8 devices is 4'
+    ):
+        sharding.decode_mesh(make_arch(heads=28, kv_heads=4), 8, 8)
+
+
+def test_an_uneven_mesh_is_refused():
+    with pytest.raises(ModelError, match='1 devices cannot be split into groups of 2'):
+        sharding.make_mesh(1, 2)
+
+
+def test_offload_and_onload_keep_values_and_layout():
+    placed = jax.device_put({'a': np.arange(6.0)}, sharding.replicated(sharding.make_mesh(1)))
+    away = sharding.offload(placed)
+    assert (away['a'].sharding.memory_kind, away['a'].sharding.spec) == ('pinned_host', placed['a'].sharding.spec)
+    back = sharding.onload(away)
+    assert back['a'].sharding == placed['a'].sharding
+    np.testing.assert_array_equal(back['a'], np.arange(6.0))
+
+
 def test_more_devices_than_present_are_refused():
     with pytest.raises(ModelError, match='a mesh of 512 devices was asked for, but'):
         sharding.make_mesh(512)
@@ -127,10 +175,27 @@ print('equal', len(one))
 """
 
 
-@pytest.mark.devices
-def test_loss_and_gradients_on_eight_devices_equal_those_on_one():
+def run_on_eight(*command):
     flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run(
-        [sys.executable, '-c', EIGHT], env={**os.environ, **flags}, capture_output=True, text=True, check=False
+        [sys.executable, *command], env={**os.environ, **flags}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip().endswith('equal 15'), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.devices
+def test_loss_and_gradients_on_eight_devices_equal_those_on_one():
+    assert run_on_eight('-c', EIGHT).endswith('equal 15')
+
+
+@pytest.mark.devices
+def test_logits_are_the_same_in_every_layout():
+    found = json.loads(run_on_eight(str(pathlib.Path(__file__).with_name('layout_devices.py'))))
+    assert len(found) == 12
+    for name, layout in found.items():
+        assert layout['difference'] <= 1e-5, name
+    assert found['28/4 TPauto']['mesh'] == {'data': 2, 'model': 4}  # Qwen2.5-7B's heads, by themselves
+    assert found['28/4 TPauto']['query'] == [64, 56]  # a device holds a quarter of the query matrix
+    assert found['8/8 TPauto']['mesh'] == {'data': 1, 'model': 8}
+    assert 'all-reduce' in found['8/8 TP8']['collectives']

@@ -3,12 +3,16 @@
 A rule maps each logical axis to a mesh axis, or to none. What no rule covers, what would use a mesh axis twice, and
 what a mesh axis does not divide is an error before anything is compiled, unless the rule itself says to keep it whole.
 
-Left out: tensor parallelism for decoding (the mesh has a 'model' axis, of size 1 now) and several processes.
+Two meshes ('data', 'model') over the same devices, in the same order. Training is fully sharded over 'data' (FSDP): weights
+travel once a micro-batch, which is less than the activations that tensor parallelism would send for all but tiny
+batches. Decoding splits heads, hidden units and vocabulary over 'model', so that `model` devices hold one copy of the
+weights between them, and rows over 'data'. `reshard` goes from one layout to the other, `offload` to host memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sesa_jax.policy.arch import ModelError, Path, Spec, is_spec
+from sesa_jax.policy.arch import Architecture, ModelError, Path, Spec, is_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +45,42 @@ TRAIN: Rules = {
     'hidden': WHOLE,
     'norm': WHOLE,
 }
-DECODE: Rules = dict.fromkeys(TRAIN, WHOLE)
-"""Each device decodes its own rows with all of the parameters."""
+DECODE: Rules = {
+    **dict.fromkeys(TRAIN, WHOLE),
+    'heads': Rule('model'),
+    'kv_heads': Rule('model'),
+    'hidden': Rule('model'),
+    'vocab': Rule('model', or_whole=True),
+}
 
 
-def make_mesh(devices: int | None = None) -> Mesh:
-    """A mesh ('data', 'model') over the first `devices` devices (None or 0: all), model = 1."""
+def make_mesh(devices: int | None = None, model: int = 1) -> Mesh:
+    """A mesh ('data', 'model') over the first `devices` devices of all processes (None or 0: all of them).
+
+    `model`: devices of the 'model' axis. Raises ModelError for more devices than there are, or an uneven split.
+    """
     present = jax.devices()
     count = devices or len(present)
     if not 0 < count <= len(present):
         raise ModelError(f'a mesh of {count} devices was asked for, but {len(present)} are present')
-    return Mesh(np.asarray(present[:count]).reshape(count, 1), ('data', 'model'))
+    if not 0 < model <= count or count % model:
+        raise ModelError(f'{count} devices cannot be split into groups of {model} for tensor parallelism')
+    return Mesh(np.asarray(present[:count]).reshape(count // model, model), ('data', 'model'))
+
+
+def decode_mesh(arch: Architecture, devices: int | None = None, model: int = 0) -> Mesh:
+    """The mesh of the decode layout. `model` 0: as many devices as query heads, kv heads and devices allow.
+
+    Raises ModelError where `model` would cut a head in two.
+    """
+    count = devices or len(jax.devices())
+    most = math.gcd(arch.heads, arch.kv_heads, count)
+    if model and (arch.heads % model or arch.kv_heads % model):
+        raise ModelError(
+            f'--tensor-parallel {model}: {arch.heads} query and {arch.kv_heads} kv heads cannot be split over {model} '
+            f'devices; the most for {count} devices is {most}'
+        )
+    return make_mesh(count, model or most)
 
 
 def shardings(tree: dict[str, Any], rules: Rules, mesh: Mesh) -> dict[str, Any]:
@@ -90,9 +119,36 @@ def _partition(path: Path, spec: Spec, rules: Rules, mesh: Mesh) -> PartitionSpe
     return PartitionSpec(*used)
 
 
+def unstacked(tree: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Shardings of the tree that `transformer.unstack` makes: 'layers' is a tuple, without the leading axis."""
+
+    def one(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    return {**tree, 'layers': (jax.tree.map(one, tree['layers']),) * layers}
+
+
+def offload(tree: Any) -> Any:
+    """The tree in the pinned memory of the hosts, split as it was. Give up the original to free the devices' memory.
+
+    Outside jit, whole trees only: what a compiled program offloads by itself has been wrong on GPUs.
+    """
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind('pinned_host'), tree))
+
+
+def onload(tree: Any) -> Any:
+    """The inverse of `offload`."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind('device'), tree))
+
+
 def rows(mesh: Mesh) -> NamedSharding:
     """Arrays whose first axis is B: split over 'data'."""
     return NamedSharding(mesh, PartitionSpec('data'))
+
+
+def cache(mesh: Mesh) -> NamedSharding:
+    """Keys and values [B, K, S, H]: rows split over 'data', kv heads over 'model'."""
+    return NamedSharding(mesh, PartitionSpec('data', 'model'))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

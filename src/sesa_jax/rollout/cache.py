@@ -112,9 +112,9 @@ class RowCache:
         return take(self.mesh, cache, index, slots)
 
 
-def by_rows(mesh: Mesh, tree: Any) -> Any:
-    """Inside jit: keep arrays whose first axis is rows split over the 'data' axis of the mesh."""
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding.rows(mesh)), tree)
+def placed(mesh: Mesh, cache: Cache) -> Cache:
+    """Inside jit: keep the rows split over the 'data' axis of the mesh, and the kv heads over 'model'."""
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding.cache(mesh)), cache)
 
 
 def _sized(x: jax.Array, slots: int) -> jax.Array:
@@ -124,13 +124,13 @@ def _sized(x: jax.Array, slots: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def empty(mesh: Mesh, arch: Architecture, rows: int, slots: int, dtype: Any) -> Cache:
-    return by_rows(mesh, init_cache(arch, rows, slots, dtype))
+    return placed(mesh, init_cache(arch, rows, slots, dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def resize(mesh: Mesh, cache: Cache, slots: int) -> Cache:
     """The cache with more slots."""
-    return by_rows(mesh, jax.tree.map(lambda x: _sized(x, slots), cache))
+    return placed(mesh, jax.tree.map(lambda x: _sized(x, slots), cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -140,13 +140,13 @@ def take(mesh: Mesh, cache: Cache, index: jax.Array, slots: int) -> Cache:
     def one(x: jax.Array) -> jax.Array:
         return _sized(x[:, :, :slots].at[index].get(mode='clip'), slots)
 
-    return by_rows(mesh, jax.tree.map(one, cache))
+    return placed(mesh, jax.tree.map(one, cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(1,))
 def put(mesh: Mesh, cache: Cache, rows: Cache, index: jax.Array) -> Cache:
     """The cache with `rows` written to its rows `index` i32[R]; an index outside it is dropped."""
     slots = min(cache.slots, rows.slots)
-    return by_rows(
+    return placed(
         mesh, jax.tree.map(lambda x, new: x.at[index, :, :slots].set(new[:, :, :slots], mode='drop'), cache, rows)
     )

@@ -18,7 +18,7 @@ from sesa_jax.policy import sharding, transformer
 from sesa_jax.policy.arch import Architecture
 from sesa_jax.policy.transformer import Cache, Params
 from sesa_jax.rollout import sampling
-from sesa_jax.rollout.cache import by_rows
+from sesa_jax.rollout.cache import placed
 
 CHUNK = 16  # decode steps between two looks by the host
 RUNNING, TAG, END, CUT = range(4)  # whether and how a turn ended: a closing tag, an end id, the budget
@@ -84,7 +84,7 @@ def append(
 
     `reach`: no row reads beyond this slot.
     """
-    return by_rows(mesh, transformer.extend(params, arch, cache, ids, start, count, reach=reach)[1])
+    return placed(mesh, transformer.extend(params, arch, cache, ids, start, count, reach=reach)[1])
 
 
 @jax.jit
@@ -126,6 +126,8 @@ def decode(
             params, arch, cache, loop.staging, loop.step, loop.token, inputs.start
         )
         logits = transformer.logits(params, arch, hidden, dtype=dtype)
+        # Gathered, a split vocabulary costs a row's logits over the wire; the sampler then has the same bits anywhere.
+        logits = jax.lax.with_sharding_constraint(logits, sharding.rows(mesh))
         token, logprob = sampling.sample(logits, inputs.uniforms[loop.step], inputs.temperature, allowed=allowed)
         state = table[loop.state, token].astype(jnp.int32)
         count = loop.count + is_active
@@ -137,7 +139,7 @@ def decode(
             state=jnp.where(is_active, state, loop.state),
             count=count,
             ending=jnp.where(is_active, ending, loop.ending),
-            staging=by_rows(mesh, staging),
+            staging=placed(mesh, staging),
             tokens=loop.tokens.at[loop.step].set(token),
             logprobs=loop.logprobs.at[loop.step].set(logprob),
         )
@@ -149,7 +151,7 @@ def decode(
         state=inputs.state,
         count=zeros,
         ending=zeros + RUNNING,
-        staging=by_rows(mesh, transformer.init_staging(arch, rows, CHUNK, dtype)),
+        staging=placed(mesh, transformer.init_staging(arch, rows, CHUNK, dtype)),
         tokens=jnp.zeros((CHUNK, rows), jnp.int32),
         logprobs=jnp.zeros((CHUNK, rows), jnp.float32),
     )
@@ -158,6 +160,6 @@ def decode(
     else:
         # On a GPU a condition that depends on data stalls every step for a copy to the host.
         loop = jax.lax.fori_loop(0, CHUNK, lambda _, loop: body(loop), loop)
-    cache = by_rows(mesh, transformer.merge(cache, loop.staging, inputs.start, loop.count))
+    cache = placed(mesh, transformer.merge(cache, loop.staging, inputs.start, loop.count))
     outputs = Outputs(loop.step, loop.tokens, loop.logprobs, loop.count, loop.state, loop.ending)
     return cache, jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))

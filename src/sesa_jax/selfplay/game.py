@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jax.sharding import Mesh
+
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.host.client import HostClient
 from sesa_jax.policy.tokenizer import Tokenizer
@@ -24,6 +26,7 @@ class Game:
     tokenizer: Tokenizer
     engine: Engine
     host: HostClient
+    mesh: Mesh  # of the train layout; the engine has its own
     deployed: Callable[[Params], Params]
     training_questions: Sequence[Question]  # for the methods without self-play
 

@@ -5,6 +5,7 @@ Left out: the run folder, recovery and the loop (`experiments/train.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ class Backbone:
     folder: Path
     arch: Architecture
     tokenizer: Tokenizer
-    mesh: Mesh
-    dtype: Any  # of the arithmetic; parameters and moments are float32
-    params: Params  # initial weights, frozen: the reference of the KL term, shared by both roles
+    mesh: Mesh  # of the train layout
+    decode_mesh: Mesh  # the same devices in the decode layout
+    dtype: Any  # of the arithmetic; masters and moments are float32
+    params: Params  # initial weights in `dtype`, frozen: the reference of the KL term, shared by both roles
 
 
 def load(run: Run) -> Backbone:
@@ -45,10 +47,11 @@ def load(run: Run) -> Backbone:
         raise ConfigError(f'--devices {run.devices}: this machine has {len(jax.devices())}')
     arch = hf.load_architecture(folder)
     tokenizer = Tokenizer(folder)
-    mesh = sharding.make_mesh(run.devices or None)
-    places = sharding.shardings(abstract(arch), sharding.TRAIN, mesh)
+    mesh = sharding.make_mesh(run.devices)
+    decode_mesh = sharding.decode_mesh(arch, run.devices, run.tensor_parallel)
     dtype = jnp.bfloat16 if jax.default_backend() == 'gpu' else jnp.float32
-    return Backbone(folder, arch, tokenizer, mesh, dtype, hf.load_params(folder, arch, places))
+    params = hf.load_params(folder, arch, sharding.shardings(abstract(arch), sharding.TRAIN, mesh), dtype)
+    return Backbone(folder, arch, tokenizer, mesh, decode_mesh, dtype, params)
 
 
 def roles(run: Run) -> tuple[Role, ...]:
@@ -57,26 +60,49 @@ def roles(run: Run) -> tuple[Role, ...]:
 
 
 def initial_states(run: Run, backbone: Backbone) -> dict[Role, learner.TrainState]:
-    """Both policies as copies of the backbone, with fresh moments."""
-    return {role: learner.init_state(backbone.params, run.optimizer) for role in roles(run)}
+    """Both policies as copies of the backbone, with fresh moments; in host memory with `offload`."""
+    params = backbone.params
+    if backbone.dtype != jnp.float32:  # masters keep what the file has beyond the arithmetic's precision
+        places = jax.tree.map(lambda x: x.sharding, params)
+        params = hf.load_params(backbone.folder, backbone.arch, places)
+    states: dict[Role, learner.TrainState] = {}
+    for role in roles(run):
+        state = learner.init_state(params, run.optimizer)
+        states[role] = sharding.offload(state) if run.offload else state
+    return states
+
+
+def deployment(backbone: Backbone) -> Callable[[Params], Params]:
+    """From parameters in the train layout, on the devices or in host memory, to the decode layout in `dtype`."""
+    train = sharding.shardings(abstract(backbone.arch), sharding.TRAIN, backbone.mesh)
+    decode = sharding.shardings(abstract(backbone.arch), sharding.DECODE, backbone.decode_mesh)
+
+    def cast_then_move(params: Params) -> Params:
+        cast = jax.tree.map(lambda x: x.astype(backbone.dtype), params)
+        return transformer.unstack(jax.lax.with_sharding_constraint(cast, train), backbone.arch)
+
+    jitted = jax.jit(cast_then_move, out_shardings=sharding.unstacked(decode, backbone.arch.layers))
+    return lambda params: jitted(sharding.onload(params))
 
 
 def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:
     """The parts of the game. The world is a pure function of the seed, so the host process has the same one."""
     world = lab.build(run.seed, pointer_share=run.world.pointer_share)
-    placed = sharding.replicated(backbone.mesh)
-    deployed = jax.jit(
-        lambda params: transformer.unstack(params, backbone.arch, backbone.dtype), out_shardings=placed
-    )
     return Game(
         run=run,
         world=world,
         tokenizer=backbone.tokenizer,
         engine=Engine(
-            backbone.arch, backbone.tokenizer, backbone.mesh, run.lengths, backbone.dtype, row_buckets=run.row_buckets
+            backbone.arch,
+            backbone.tokenizer,
+            backbone.decode_mesh,
+            run.lengths,
+            backbone.dtype,
+            row_buckets=run.row_buckets,
         ),
         host=host,
-        deployed=deployed,
+        mesh=backbone.mesh,
+        deployed=deployment(backbone),
         training_questions=() if run.self_play else world.questions('train', TRAINING_PER_CELL, run.seed),
     )
 

@@ -17,6 +17,7 @@ from sesa_jax.grpo import learner
 from sesa_jax.grpo.advantage import GroupScores
 from sesa_jax.grpo.learner import TrainState
 from sesa_jax.grpo.microbatch import Sample
+from sesa_jax.policy import sharding
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Failure, Problem, Role, Target, Trajectory
 from sesa_jax.run.clock import Laps
@@ -117,11 +118,12 @@ def _update(
 ) -> tuple[TrainState, dict[str, Any]]:
     """One role's GRPO update. The state that comes in is used up."""
     run, engine = game.run, game.engine
+    state = sharding.onload(state)
     samples = [
         Sample(row, float(scores.advantage[i]), bool(scores.is_included[i]), bool(scores.is_dead[group[i]]))
         for i, row in enumerate(rows)
     ]
-    return learner.update(
+    state, metrics = learner.update(
         state,
         reference,
         samples,
@@ -132,9 +134,10 @@ def _update(
         allowed=game.tokenizer.vocab_size,
         response_length=run.lengths.response,
         mini_batch=mini_batch,
-        mesh=engine.mesh,
+        mesh=game.mesh,
         dtype=engine.dtype,
     )
+    return sharding.offload(state) if run.offload else state, metrics
 
 
 def dataset_problems(game: Game, number: int) -> tuple[Problem, ...]:
