@@ -72,6 +72,18 @@ def test_killed_anywhere_and_resumed_a_run_ends_with_the_same_bits(whole, tmp_pa
     assert left_behind(path) == []
 
 
+def test_states_in_host_memory_give_the_same_bits(whole, tmp_path):
+    """Offloaded between uses, stopped and resumed."""
+    path = tmp_path / 'run'
+    for steps, flags in ((1, (*EIGHT, '--offload')), (2, ('--resume',))):
+        code, output = runs.finish(runs.start(path, *flags, steps=steps))
+        assert code == 0, output
+    offloaded = runs.Played(path)
+    assert offloaded.run.offload and not whole.run.offload
+    assert offloaded.timeless() == whole.timeless()[:2]
+    assert offloaded.record(2)['checkpoint'] == whole.record(2)['checkpoint']
+
+
 def test_resume_with_more_steps_equals_one_long_run(whole, tmp_path):
     path = tmp_path / 'run'
     for steps, resume in ((3, ()), (8, ('--resume',))):

@@ -1,4 +1,5 @@
-"""Run by test_engine.py on eight fake devices: the same requests on a mesh of one and of eight, as one JSON line."""
+"""Run by test_engine.py on eight fake devices: the same requests on one device, on eight by rows, and on
+four by rows times two by heads, as one JSON line."""
 
 import json
 
@@ -21,15 +22,17 @@ def main():
 
     engine_module.decode = spy
     seen = {}
-    for name, devices in (('one', 1), ('many', 8)):
-        sampler = engine(devices=devices)
+    for name, devices, model in (('one', 1, 1), ('many', 8, 1), ('split', 8, 2)):
+        sampler = engine(devices=devices, model=model)
         place = sharding.shardings(abstract(ARCH), sharding.DECODE, sampler.mesh)
         seen[name] = play(rows, params=jax.device_put(policy(), place), on=sampler)
     result = {name: [[row.ids.tolist(), row.stop_reason] for row in found] for name, found in seen.items()}
     result['devices'] = jax.device_count()
-    result['cache'] = str(caches[-1].spec)
+    result['cache'] = list(caches[-1].spec)
     result['largest_logprob_difference'] = max(
-        float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(seen['one'], seen['many'], strict=True)
+        float(np.abs(a.logprobs - b.logprobs).max())
+        for other in ('many', 'split')
+        for a, b in zip(seen['one'], seen[other], strict=True)
     )
     print(json.dumps(result))
 

@@ -107,8 +107,8 @@ def requests(count, group=1, *, temperature=1.0, role='solver', max_turns=4, **c
 
 
 @functools.cache
-def engine(lengths=LENGTHS, buckets=(8, 16), devices=1):
-    return Engine(ARCH, Bytes(), make_mesh(devices), lengths, row_buckets=buckets)
+def engine(lengths=LENGTHS, buckets=(8, 16), devices=1, model=1):
+    return Engine(ARCH, Bytes(), make_mesh(devices, model), lengths, row_buckets=buckets)
 
 
 def play(rows, world=None, *, table=PLAY, noise=1.0, params=None, seed=0, step=0, on=None):

@@ -454,7 +454,7 @@ def test_eight_devices_give_the_same_rows():
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen['devices'] == 8
-    assert seen['many'] == seen['one']
+    assert seen['many'] == seen['split'] == seen['one']
     assert len(seen['one']) == 11
     assert seen['largest_logprob_difference'] < 1e-5
-    assert 'data' in seen['cache']
+    assert seen['cache'] == ['data', 'model']
