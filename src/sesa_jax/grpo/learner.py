@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,11 @@ from sesa_jax.grpo import loss
 from sesa_jax.grpo.logprob import token_logprobs
 from sesa_jax.grpo.microbatch import MicroBatch, Sample, by_problem, check, micro_batches
 from sesa_jax.policy import sharding
-from sesa_jax.policy.arch import Architecture
+from sesa_jax.policy.arch import Architecture, parameter_count
 from sesa_jax.policy.transformer import Params
 
 log = logging.getLogger(__name__)
+REMAT_FROM = 50_000_000  # parameters; below, the memory is not worth a third more work
 Sums = dict[str, loss.Ratio]
 
 
@@ -62,6 +63,28 @@ def init_state(params: Params, optimizer: config.Optimizer) -> TrainState:
         moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, scalar), moments)
         return TrainState(params, moments, jax.device_put(jnp.int32(0), scalar))
     return TrainState(params, moments, jnp.int32(0))
+
+
+def abstract_state(params: Params, optimizer: config.Optimizer) -> TrainState:
+    """`init_state` of abstract parameters (`jax.ShapeDtypeStruct` with shardings on a mesh), without any array."""
+    transform = _adamw(optimizer)
+    scalar = sharding.replicated(jax.tree.leaves(params)[0].sharding.mesh)
+
+    def struct(x: Any, place: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    moments = optax.tree_map_params(
+        transform,
+        lambda moment, param: struct(moment, param.sharding),
+        jax.eval_shape(transform.init, params),
+        params,
+        transform_non_params=lambda x: struct(x, scalar),
+    )
+    return TrainState(params, moments, struct(jnp.int32(0), scalar))
+
+
+def use_remat(remat: str, arch: Architecture) -> bool:
+    return remat == 'layer' or (remat == 'auto' and parameter_count(arch) >= REMAT_FROM)
 
 
 def learning_rate(step: jax.Array | int, optimizer: config.Optimizer) -> jax.Array:
@@ -162,6 +185,42 @@ def update(
         state, report = apply(state, gradients, sums['loss'], optimizer=optimizer, layout=layout)
         reports.append((sums, maxima, report))
     return state, _metrics(kept, minis, plans, jax.device_get(reports))
+
+
+def lowered(
+    params: Params,
+    reference: Params | None,
+    shape: tuple[int, int],
+    *,
+    arch: Architecture,
+    grpo: config.Grpo,
+    optimizer: config.Optimizer,
+    response_length: int,
+    mesh: Mesh,
+    dtype: Any,
+) -> dict[str, tuple[Callable[[], jax.stages.Lowered], tuple[Any, ...]]]:
+    """The programs of an update of (rows, tokens) for abstract arguments: name -> (lowers it, its array arguments)."""
+    state = abstract_state(params, optimizer)
+    layout = _Layout.of(state)
+    shared = _Shared(arch, arch.vocab, jnp.dtype(dtype).name, use_remat(grpo.remat, arch), mesh)
+    options = _Options.of(grpo, response_length, dtype)
+    rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
+    kinds = {
+        'ids': (shape, jnp.int32), 'is_action': (shape, jnp.bool), 'sampler': (shape, jnp.float32),
+        'lengths': (shape[:1], jnp.int32), 'advantage': (shape[:1], jnp.float32), 'is_counted': (shape[:1], jnp.bool),
+    }  # fmt: skip
+    arrays = {name: jax.ShapeDtypeStruct(*kind, sharding=rows) for name, kind in kinds.items()}
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    reference = reference if grpo.kl else None
+    batch = (params, params, reference, arrays, None, scalar)
+    step = (state, params, loss.Ratio(scalar, scalar))
+    return {
+        'update, one micro-batch': (
+            lambda: _accumulate.lower(*batch, shared=shared, options=options, layout=layout),
+            batch,
+        ),
+        'update, optimizer step': (lambda: _apply_donating.lower(*step, optimizer=optimizer, layout=layout), step),
+    }
 
 
 # --- one micro-batch, one optimizer step ------------------------------------------------------------------------------

@@ -1,0 +1,289 @@
+"""Does a run fit, before anything is paid for? Bytes per device of each part, without allocating any of them.
+
+Every number comes from one of three places, and the table says which: *tree*, the shapes and shardings of the abstract
+parameter tree (exact); *program*, the real update and decode programs compiled ahead of time for as many fake devices
+(exact for arguments; their temporary memory is that of a CPU, which computes bfloat16 in float32 and has no fused
+attention, so it is shown and not counted); *count*, the arithmetic of activations, logits and caches written out below.
+
+Left out: the memory of the CUDA context and of cuDNN's workspaces, for which `RESERVED` of the device is kept back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from sesa_jax.config import Run
+from sesa_jax.grpo import learner
+from sesa_jax.grpo.logprob import HEAD_CHUNK
+from sesa_jax.grpo.microbatch import LENGTHS
+from sesa_jax.policy import sharding, transformer
+from sesa_jax.policy.arch import Architecture, abstract, parameter_count, shapes
+from sesa_jax.rollout import decode as decoding
+from sesa_jax.rollout.cache import LENGTH_BUCKETS, bucket
+
+RESERVED = 0.08
+"""Share of a device that is not planned for: CUDA context, cuDNN workspaces, fragments."""
+COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+SIZES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4, 'f32': 4, 's64': 8, 'f64': 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something that lies on every device."""
+
+    name: str
+    size: int  # bytes per device
+    source: Literal['tree', 'count']
+    update: bool  # is there while a policy is updated
+    rollout: bool  # is there while a policy plays
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program compiled for the run's mesh."""
+
+    name: str
+    arguments: int  # bytes per device, from the compiler
+    expected: int  # the same from the abstract trees
+    temporary: int  # bytes per device on a CPU
+    collectives: dict[str, tuple[int, int]]  # name -> (places in the program, bytes of their results per device)
+
+
+def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.Mesh) -> list[Part]:
+    """What lies on one device, in bytes, in bfloat16 compute over float32 masters."""
+    layout = sharding.shardings(abstract(arch), sharding.TRAIN, train)
+    masters = tree_bytes(placed(shapes(arch, jnp.float32), layout))
+    reference = masters // 2
+    copy = tree_bytes(deployed_shapes(arch, decode))
+    roles = 2 if run.self_play else 1
+    rows, tokens = micro_batch_shape(run, train)
+    local = rows // train.shape['data'] * tokens
+    cache = tree_bytes(cache_shapes(run, arch, decode))
+    if run.offload:
+        states = [Part('masters and moments of the role in its update', 3 * masters, 'tree', True, False)]
+    else:
+        states = [
+            Part(f'masters, float32, {roles} roles', roles * masters, 'tree', True, True),
+            Part(f'AdamW moments, float32, {roles} roles', roles * 2 * masters, 'tree', True, True),
+        ]
+    return [
+        *states,
+        Part('gradients, float32', masters, 'tree', True, False),
+        Part('reference, bfloat16, shared', reference, 'tree', True, True),
+        Part('decode copy, bfloat16', copy, 'tree', False, True),
+        Part('KV slots, working', cache, 'tree', False, True),
+        Part('KV slots, parked', cache, 'tree', False, True),
+        Part(f'activations, {local:,} tokens', local * activation_bytes(run, arch), 'count', True, False),
+        Part('logits chunk and head', head_bytes(arch), 'count', True, False),
+        Part('decode step: logits, staging', decode_step_bytes(run, arch, decode), 'count', False, True),
+    ]
+
+
+def activation_bytes(run: Run, arch: Architecture) -> int:
+    """Bytes a token in the backward pass: what each layer keeps, and what one layer needs for a moment."""
+    inner = 6 * arch.width + 3 * (arch.heads + 2 * arch.kv_heads) * arch.head_size
+    inner += 2 * arch.heads * arch.head_size + 6 * arch.hidden
+    kept = arch.width if learner.use_remat(run.grpo.remat, arch) else inner
+    return 2 * (arch.layers * kept + inner)
+
+
+def head_bytes(arch: Architecture) -> int:
+    """Logits of one chunk, their softmax and gradient in float32; the head's weights in bfloat16, gradient in float32."""
+    return 3 * 4 * HEAD_CHUNK * arch.vocab + 6 * arch.width * arch.vocab
+
+
+def decode_step_bytes(run: Run, arch: Architecture, mesh: sharding.Mesh) -> int:
+    """Logits of a step with their softmax in float32, and the staging buffers of a chunk."""
+    rows = decode_rows(run, mesh) // mesh.shape['data']
+    staging = 2 * 2 * arch.layers * arch.kv_heads * arch.head_size * decoding.CHUNK // mesh.shape['model']
+    return rows * (3 * 4 * arch.vocab + staging)
+
+
+def micro_batch_shape(run: Run, mesh: sharding.Mesh) -> tuple[int, int]:
+    """(rows, tokens) of the micro-batch of the longest rows, over all devices."""
+    longest = run.lengths.prompt + run.lengths.response
+    tokens = next(size for size in LENGTHS if size >= longest)
+    ways = mesh.shape['data']
+    return max(run.grpo.micro_batch_tokens // tokens // ways, 1) * ways, tokens
+
+
+def decode_rows(run: Run, mesh: sharding.Mesh) -> int:
+    most = min(max(run.row_buckets), max(run.problems * run.solver.rollouts, 1))
+    return sharding.padded_rows(bucket(most, sorted(run.row_buckets)), mesh)
+
+
+# --- abstract arguments ----------------------------------------------------------------------------------------------
+
+
+def placed(tree: Any, layout: Any) -> Any:
+    """Abstract arrays with their shardings."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, layout)
+
+
+def deployed_shapes(arch: Architecture, mesh: sharding.Mesh) -> Any:
+    layout = sharding.shardings(abstract(arch), sharding.DECODE, mesh)
+    stacked = shapes(arch, jnp.bfloat16)
+    layered = jax.eval_shape(lambda tree: transformer.unstack(tree, arch), stacked)
+    return placed(layered, sharding.unstacked(layout, arch.layers))
+
+
+def cache_shapes(run: Run, arch: Architecture, mesh: sharding.Mesh) -> Any:
+    slots = bucket(run.lengths.prompt + run.lengths.response + decoding.CHUNK, LENGTH_BUCKETS)
+    rows = decode_rows(run, mesh)
+    cache = jax.eval_shape(lambda: transformer.init_cache(arch, rows, slots, jnp.bfloat16))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.cache(mesh)), cache)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of one device's shards."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf.sharding, NamedSharding) else leaf.shape
+    return int(np.prod(shape)) * leaf.dtype.itemsize
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+def programs(
+    run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.Mesh, say: Callable[[str], None]
+) -> list[Program]:
+    """The update and decode programs of the run, compiled; `say` is told before each."""
+    layout = sharding.shardings(abstract(arch), sharding.TRAIN, train)
+    params = placed(shapes(arch, jnp.float32), layout)
+    reference = placed(shapes(arch, jnp.bfloat16), layout)
+    rows, tokens = micro_batch_shape(run, train)
+    lowered = learner.lowered(
+        params, reference, (rows, tokens), arch=arch, grpo=run.grpo, optimizer=run.optimizer, mesh=train,
+        response_length=run.lengths.response, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    whole = sharding.replicated(decode)
+    count, vocab = decode_rows(run, decode), arch.vocab
+
+    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    column = array((count,), jnp.int32)
+    inputs = decoding.Inputs(
+        column, column, column, column, array((decoding.CHUNK, count, 2), jnp.float32), array((count,), jnp.float32)
+    )
+    stops = (array((32, vocab), jnp.uint8), array((32,), jnp.bool), array((vocab,), jnp.bool))
+    arguments = (deployed_shapes(arch, decode), cache_shapes(run, arch, decode), inputs, stops)
+    lowered['decode'] = (
+        lambda: decoding.decode.lower(*arguments, 0, arch=arch, mesh=decode, allowed=arch.vocab),
+        arguments,
+    )
+    found = []
+    for name, (lower, trees) in lowered.items():
+        say(f'compiling {name}')
+        compiled = lower().compile()
+        memory = compiled.memory_analysis()
+        expected = sum(tree_bytes(tree) for tree in trees)
+        found.append(
+            Program(
+                name, memory.argument_size_in_bytes, expected, memory.temp_size_in_bytes, census(compiled.as_text())
+            )
+        )
+    return found
+
+
+def census(text: str) -> dict[str, tuple[int, int]]:
+    """Collectives of an HLO module: how often each is written, and the bytes of their results on one device."""
+    places: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for result, name in re.findall(rf'= (\(?[^=()]*\)?) ({"|".join(COLLECTIVES)})(?:-start)?\(', text):
+        places[name] += 1
+        for kind, shape in re.findall(r'([a-z0-9]+)\[([0-9,]*)\]', result):
+            sizes[name] += SIZES.get(kind, 4) * int(np.prod([int(n) for n in shape.split(',') if n] or [1]))
+    return {name: (places[name], sizes[name]) for name in COLLECTIVES if places[name]}
+
+
+def flops(run: Run, arch: Architecture) -> tuple[float, float]:
+    """(XLA's, our own) FLOPs of a forward and backward pass over 1,024 tokens of a one-layer model, without remat.
+
+    A compiler counts a loop's body once, and the layers are a loop: so the count is checked where both loops, over
+    layers and over chunks of the head, have one turn.
+    """
+    one = dataclasses.replace(arch, layers=1)
+    grpo = dataclasses.replace(run.grpo, kl=0.0, remat='none')
+    mesh = sharding.make_mesh(1)
+    layout = sharding.shardings(abstract(one), sharding.TRAIN, mesh)
+    params = placed(shapes(one, jnp.float32), layout)
+    lower, _ = learner.lowered(
+        params, None, (1, HEAD_CHUNK), arch=one, grpo=grpo, optimizer=run.optimizer, mesh=mesh,
+        response_length=run.lengths.response, dtype=jnp.float32,
+    )['update, one micro-batch']  # fmt: skip
+    counted = lower().cost_analysis()['flops']
+    return float(counted), float(3 * forward_flops(one, HEAD_CHUNK, HEAD_CHUNK) + recomputed_head(one))
+
+
+def recomputed_head(arch: Architecture) -> int:
+    """The head of a chunk is computed again in the backward pass."""
+    return 2 * arch.width * arch.vocab * HEAD_CHUNK
+
+
+def forward_flops(arch: Architecture, tokens: int, context: int) -> int:
+    """Multiply-adds, times two, of one row's forward pass: matrices, and attention without the masked half's saving."""
+    matrices = parameter_count(arch) - (0 if arch.tied else arch.vocab * arch.width)
+    attention = 4 * arch.layers * arch.heads * arch.head_size * context
+    return tokens * (2 * matrices + attention)
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def peak(found: Iterable[Part]) -> tuple[int, str]:
+    """(bytes per device, phase) of the fuller phase."""
+    found = list(found)
+    update = sum(part.size for part in found if part.update)
+    rollout = sum(part.size for part in found if part.rollout)
+    return max((update, 'update'), (rollout, 'rollout'))
+
+
+def ways_out(run: Run) -> list[tuple[list[str], Run]]:
+    """Flags that need less memory and the run with them: what costs only time first, shorter answers last."""
+    rows = [max(run.row_buckets) >> n for n in range(6)]
+    options = []
+    for shrink in (1, 2, 4):
+        for offload in (run.offload, True):
+            for count in filter(None, rows):
+                response = run.lengths.response // shrink
+                flags = [
+                    flag
+                    for flag, is_new in (
+                        ('--offload', offload and not run.offload),
+                        (f'--row-buckets {count}', count != max(run.row_buckets)),
+                        (f'--lengths.response {response}', shrink > 1),
+                    )
+                    if is_new
+                ]
+                lengths = dataclasses.replace(run.lengths, response=response)
+                options.append((flags, dataclasses.replace(run, row_buckets=(count,), offload=offload, lengths=lengths)))
+    return options
+
+
+def verdict(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.Mesh, device_bytes: int) -> str:
+    """One sentence: fits with N GB to spare, or misses by N GB and what makes it fit."""
+    usable = int(device_bytes * (1 - RESERVED))
+
+    def left(run: Run) -> int:
+        return usable - peak(parts(run, arch, train, decode))[0]
+
+    if left(run) >= 0:
+        return f'fits with {left(run) / 1e9:.1f} GB to spare'
+    for flags, smaller in ways_out(run):
+        if left(smaller) >= 0:
+            spare = left(smaller) / 1e9
+            return f'misses by {-left(run) / 1e9:.1f} GB; {" ".join(flags)} makes it fit with {spare:.1f} GB to spare'
+    return f'misses by {-left(run) / 1e9:.1f} GB; no flag makes it fit: take more devices or a smaller model'
