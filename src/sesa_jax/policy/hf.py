@@ -3,7 +3,7 @@
 A folder is data from outside: pickled weights are never opened, no code in it is run, shard names may not leave it, and
 every parameter is filled from a tensor of the expected shape or the load fails with the file and the tensor named.
 
-Left out: downloads (a folder must be local) and quantised formats.
+Left out: names and downloads (`backbones.py`) and quantised formats (`gguf.py` makes a folder of one).
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sesa_jax.config import ConfigError
 from sesa_jax.policy.arch import Architecture, ModelError, Spec, abstract, hf_names, is_spec, leaves
 
-ASSETS = Path(__file__).resolve().parent.parent / 'assets'
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}  # safetensors' names -> ours
 TOKENIZER_FILES = (
@@ -36,20 +34,6 @@ TOKENIZER_FILES = (
     'chat_template.jinja',
     'generation_config.json',
 )
-
-
-def resolve_model(name: str) -> Path:
-    """The folder of a model: 'tiny' is packaged, everything else is a path. Raises ConfigError with what exists."""
-    packaged = sorted(path.parent.name for path in ASSETS.glob('*/config.json'))
-    if name in packaged:
-        return ASSETS / name
-    folder = Path(name).expanduser()
-    if (folder / 'config.json').is_file():
-        return folder
-    known = f'packaged models: {", ".join(packaged) or "none"}'
-    if folder.is_dir():
-        raise ConfigError(f'model {name!r}: the folder {folder} has no config.json; {known}')
-    raise ConfigError(f'model {name!r} is neither a packaged model nor a local Hugging Face folder; {known}')
 
 
 def load_config(folder: Path) -> dict[str, Any]:
