@@ -13,7 +13,6 @@ Left out: tokenizers that are not byte-level BPE (stopping and parsing rely on a
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from collections.abc import Iterable, Sequence
@@ -27,8 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from sesa_jax.policy.arch import ModelError
 from sesa_jax.policy.hf import read_json
 
-TODAY = datetime.date(2024, 7, 26)
+TODAY = '26 Jul 2024'
 """What a template takes for today; Llama-3.1's own default. With the real date, prompts would change over night."""
+CLOCK = f'{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}'  # in place of the function of transformers
 SWITCH = 'enable_thinking'  # the variable by which a template lets its caller choose
 
 
@@ -148,7 +148,7 @@ class Tokenizer:
         try:
             rest: str = self._chat.apply_chat_template(
                 messages,
-                chat_template=self._template,
+                chat_template=CLOCK + self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **template_variables(self._thinking),
@@ -166,7 +166,7 @@ class Tokenizer:
 
 def template_variables(thinking: bool) -> dict[str, Any]:
     """What every template is given beside the messages: the switch, and a day that does not change."""
-    return {SWITCH: thinking, 'date_string': f'{TODAY:%d %b %Y}', 'strftime_now': TODAY.strftime}
+    return {SWITCH: thinking, 'date_string': TODAY}
 
 
 def _without_control_tokens(trusted: FastTokenizer, control: dict[str, int], where: Path) -> FastTokenizer:
