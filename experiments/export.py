@@ -40,7 +40,9 @@ from sesa_jax.selfplay import setup
 Kind = Literal['float32', 'bfloat16']
 
 
-def export(run_dir: pathlib.Path, role: Role, target: pathlib.Path, step: int | None = None, kind: Kind = 'float32') -> int:
+def export(
+    run_dir: pathlib.Path, role: Role, target: pathlib.Path, step: int | None = None, kind: Kind = 'float32'
+) -> int:
     """Writes `target`; returns the step. ConfigError or CheckpointError says what cannot be had, and leaves nothing."""
     folder = RunFolder.read(run_dir)
     run = config.from_json(folder.read_config())

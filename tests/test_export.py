@@ -1,4 +1,8 @@
-"""A trained policy leaves its run as a Hugging Face folder, and plays on from there."""
+"""A trained policy leaves its run as a Hugging Face folder, and plays on from there.
+
+The run is made here as the main job makes it (config, checkpoints, commit records), with random parameters in place of
+trained ones: two steps of real play may leave a policy as it was.
+"""
 
 import json
 import shutil
@@ -9,24 +13,43 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from experiments import export
+from sesa_jax import config
+from sesa_jax.grpo import learner
 from sesa_jax.policy import backbones, hf
-from sesa_jax.policy.arch import shapes
 from sesa_jax.policy.tokenizer import Tokenizer
-from sesa_jax.run import checkpoint
-from runs import play
+from sesa_jax.run import checkpoint, commit
+from sesa_jax.run.folder import RunFolder
 
 TINY = backbones.ASSETS / 'tiny'
 
 
+def states_of(step):
+    """What the main job saves: a TrainState of each role."""
+    arch = hf.load_architecture(TINY)
+    initial = hf.load_params(TINY, arch)
+    made = {}
+    for seed, role in enumerate(('solver', 'challenger')):
+        rng = np.random.default_rng([step, seed])
+        moved = jax.tree.map(lambda x, rng=rng: x + 0.01 * rng.standard_normal(x.shape).astype(np.float32), initial)
+        made[role] = learner.init_state(moved, config.Optimizer())
+    return made
+
+
 @pytest.fixture(scope='module')
 def played(tmp_path_factory):
-    return play(tmp_path_factory.mktemp('runs') / 'sesa', '--checkpoint-every', '1', steps=2)
+    path = tmp_path_factory.mktemp('runs') / 'sesa'
+    with RunFolder.create(path, config.to_json(config.Run())) as folder:
+        folder.tokenizer.write_bytes((TINY / 'tokenizer.json').read_bytes())
+        for step in (1, 2):
+            digest = checkpoint.save(folder.checkpoints, step, states_of(step))
+            commit.write(folder, commit.CommitRecord(step, digest, 0, '', '', 0))
+    return path
 
 
 @pytest.fixture
 def run(played, tmp_path):
     """A copy to be changed."""
-    return shutil.copytree(played.folder.path, tmp_path / 'run')
+    return shutil.copytree(played, tmp_path / 'run')
 
 
 def command(capsys, *arguments):
@@ -34,26 +57,18 @@ def command(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def saved_params(played, step, role):
-    arch = hf.load_architecture(TINY)
-    wanted = {role: {'params': shapes(arch, np.float32)}}
-    return checkpoint.restore(played.folder.checkpoints, step, wanted, part=True)[role]['params']
-
-
 @pytest.mark.parametrize(('role', 'flags', 'step'), [('solver', (), 2), ('challenger', ('--step', '1'), 1)])
 def test_the_folder_holds_the_policy_of_the_checkpoint(played, tmp_path, capsys, role, flags, step):
     target = tmp_path / 'out' / 'model'
-    code, said = command(capsys, played.folder.path, '--role', role, *flags, target)
+    code, said = command(capsys, played, '--role', role, *flags, target)
     assert (code, said.out) == (
         0, f'{target}: the {role} of step {step} in float32, read back and equal to the checkpoint\n'
     )  # fmt: skip
     arch = hf.load_architecture(target)
     assert arch == hf.load_architecture(TINY)
-    ours, theirs = (jax.tree.leaves(tree) for tree in (hf.load_params(target, arch), saved_params(played, step, role)))
+    ours, theirs = (jax.tree.leaves(tree) for tree in (hf.load_params(target, arch), states_of(step)[role].params))
     for a, b in zip(ours, theirs, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    initial = load_file(TINY / 'model.safetensors')
-    assert any((load_file(target / 'model.safetensors')[name] != tensor).any() for name, tensor in initial.items())
     assert Tokenizer(target).chat(None, 'x') == Tokenizer(TINY).chat(None, 'x')
     assert [path.name for path in target.parent.iterdir()] == ['model']
 
@@ -64,21 +79,21 @@ def test_transformers_computes_the_same_logits(played, tmp_path, capsys):
 
     from sesa_jax.policy import transformer
 
-    assert command(capsys, played.folder.path, tmp_path / 'm')[0] == 0
+    assert command(capsys, played, tmp_path / 'm')[0] == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / 'm', dtype=torch.float32)
     ids = np.array([Tokenizer(tmp_path / 'm').chat(None, 'Question: which river is longest?')])
     with torch.no_grad():
         theirs = model(torch.tensor(ids)).logits.numpy()
     arch = hf.load_architecture(tmp_path / 'm')
-    ours = transformer.forward(saved_params(played, 2, 'solver'), arch, ids, np.array([ids.shape[1]]))
+    ours = transformer.forward(states_of(2)['solver'].params, arch, ids, np.array([ids.shape[1]]))
     np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4)
 
 
 def test_bfloat16_rounds_once(played, tmp_path, capsys):
     target = tmp_path / 'm'
     target.mkdir()  # an empty folder may be there
-    assert command(capsys, played.folder.path, target, '--dtype', 'bfloat16')[0] == 0
-    written, exact = (hf.load_params(target, hf.load_architecture(TINY)), saved_params(played, 2, 'solver'))
+    assert command(capsys, played, target, '--dtype', 'bfloat16')[0] == 0
+    written, exact = (hf.load_params(target, hf.load_architecture(TINY)), states_of(2)['solver'].params)
     for a, b in zip(jax.tree.leaves(written), jax.tree.leaves(exact), strict=True):
         assert np.array_equal(a, np.asarray(b).astype('bfloat16').astype(np.float32))
     assert json.loads((target / 'config.json').read_text())['dtype'] == 'bfloat16'
@@ -93,7 +108,7 @@ def test_what_cannot_be_had_is_refused_and_leaves_nothing(played, tmp_path, caps
         ((full,), f'{full} exists and is not an empty folder'),
         ((full / 'mine',), f'{full / "mine"} exists and is not an empty folder'),
     ):
-        code, said = command(capsys, played.folder.path, *flags)
+        code, said = command(capsys, played, *flags)
         assert (code, message in said.err) == (2, True)
     code, said = command(capsys, tmp_path / 'nowhere', tmp_path / 'm')
     assert (code, 'there is no folder' in said.err) == (2, True)
@@ -135,7 +150,7 @@ def test_a_folder_that_reads_back_otherwise_is_not_called_done(played, tmp_path,
         save_file(tensors, folder / hf.SINGLE)
 
     monkeypatch.setattr(hf, 'save', save)
-    code, said = command(capsys, played.folder.path, tmp_path / 'm')
+    code, said = command(capsys, played, tmp_path / 'm')
     assert (code, 'layers/up was read back with other values' in said.err) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
@@ -148,5 +163,5 @@ def test_a_base_models_template_goes_with_it(played, tmp_path, capsys, monkeypat
     (source / 'tokenizer_config.json').write_text(json.dumps(settings))
     monkeypatch.setattr(backbones, 'resolve', lambda name: source)
     monkeypatch.setattr(backbones, 'template_of', lambda name: backbones.CHATML)
-    assert command(capsys, played.folder.path, tmp_path / 'm')[0] == 0
+    assert command(capsys, played, tmp_path / 'm')[0] == 0
     assert Tokenizer(tmp_path / 'm').chat(None, 'x') == Tokenizer(source, template=backbones.CHATML).chat(None, 'x')

@@ -126,7 +126,8 @@ def _config(field: Callable[[str], Any], tied: bool) -> dict[str, Any]:
     """config.json of the Llama family. Single-precision numbers of the file become the decimals they stand for."""
     width, heads = field('llama.embedding_length'), field('llama.attention.head_count')
     theta, eps = (
-        float(str(np.float32(field(name)))) for name in ('llama.rope.freq_base', 'llama.attention.layer_norm_rms_epsilon')
+        float(str(np.float32(field(name))))
+        for name in ('llama.rope.freq_base', 'llama.attention.layer_norm_rms_epsilon')
     )
     return {
         'architectures': ['LlamaForCausalLM'],
