@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import runs
 
-from sesa_jax.policy import hf
+from sesa_jax.policy import backbones
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.run import checkpoint
 from sesa_jax.selfplay import checks
@@ -148,7 +148,7 @@ def canaries(monkeypatch):
 
 
 def prompts(played, step, role):
-    tokenizer = Tokenizer(hf.resolve_model('tiny'))
+    tokenizer = Tokenizer(backbones.resolve('tiny'))
     return [tokenizer.decode(t.ids[: t.prompt_length]) for t in played.trajectories(step, role)]
 
 

@@ -140,7 +140,7 @@ class Run:
     """One run of the main job."""
 
     model: str = 'tiny'
-    """A backbone's name, or a local Hugging Face folder."""
+    """A backbone's name, a local Hugging Face folder, or OWNER/NAME of a hub."""
     method: Method = 'sesa'
     """A corner of the 2x2 (questions: data set or self-play; memory: none or skill cards); sets the fields below."""
     steps: int = 1950
@@ -166,6 +166,8 @@ class Run:
     """End with the evaluation on held-out questions and the report."""
     prompt_style: Literal['full', 'short'] = 'full'
     """short: the few words that `tiny` was trained on."""
+    thinking: bool = False
+    """Let a model that has the switch (Qwen3) think first, in its own format; off: it reasons within the turn."""
 
     # What makes the methods, and the ablations. Each field is asked for by its name, never through `method`.
     self_play: bool = True

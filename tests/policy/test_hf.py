@@ -8,7 +8,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
-from sesa_jax.config import ConfigError
 from sesa_jax.policy import hf, sharding
 from sesa_jax.policy.arch import ModelError, abstract
 from sesa_jax.policy.tokenizer import Tokenizer
@@ -291,30 +290,3 @@ def test_a_config_with_faults_is_named(single, text, message):
 def test_an_index_without_a_map_is_named(model, sharded):
     (sharded / hf.INDEX).write_text('{"weight_map": {"a": 1}}')
     assert refusal(sharded, model[0]) == f'{sharded / hf.INDEX}: weight_map must map tensor names to file names'
-
-
-# --- names of models --------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_a_model(single):
-    assert hf.resolve_model(str(single)) == single
-
-
-def test_a_packaged_model_is_found_by_name(single, monkeypatch):
-    monkeypatch.setattr(hf, 'ASSETS', single.parent)
-    assert hf.resolve_model('model') == single
-
-
-@pytest.mark.parametrize(
-    ('make', 'message'),
-    [(False, "'/nowhere/m' is neither a packaged model nor a local"), (True, 'has no config.json')],
-)
-def test_what_is_no_model_is_refused_with_what_exists(make, message, single, monkeypatch, tmp_path):
-    monkeypatch.setattr(hf, 'ASSETS', single.parent)
-    name = '/nowhere/m'
-    if make:
-        (tmp_path / 'empty').mkdir()
-        name = str(tmp_path / 'empty')
-    with pytest.raises(ConfigError, match=message) as caught:
-        hf.resolve_model(name)
-    assert 'packaged models: model' in str(caught.value)

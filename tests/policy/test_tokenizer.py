@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sesa_jax.policy import backbones
 from sesa_jax.policy.arch import ModelError
 from sesa_jax.policy.tokenizer import Tokenizer
 
@@ -119,6 +120,40 @@ def test_a_folder_without_a_template_is_refused_when_it_is_needed(folder):
         Tokenizer(folder).chat(None, 'user')
 
 
+def test_a_template_for_folders_without_one_does_not_replace_a_folders_own(folder):
+    other = backbones.PLAIN
+    assert Tokenizer(folder, template=other).chat(None, 'x') == Tokenizer(folder).chat(None, 'x')
+    (folder / 'chat_template.jinja').unlink()
+    tokenizer = Tokenizer(folder, template=other)
+    assert tokenizer.decode(tokenizer.chat('Be short.', 'Who?')) == 'Be short.\n\nWho?\n\n'
+
+
+def test_a_template_that_fails_is_named(folder):
+    (folder / 'chat_template.jinja').write_text('{{ raise_exception("no system here") }}')
+    with pytest.raises(ModelError, match='the chat template cannot be rendered: no system here'):
+        Tokenizer(folder).chat('system', 'user')
+
+
+def test_a_template_that_asks_for_the_date_gets_the_same_one_each_day(folder):
+    text = "{{ strftime_now('%d %b %Y') }} {{ date_string }} {{ messages[0].content }}"
+    (folder / 'chat_template.jinja').write_text(text)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.chat(None, 'x')) == '26 Jul 2024 26 Jul 2024 x'
+
+
+def test_the_switch_for_thinking_reaches_a_template_that_has_it(folder):
+    text = '{{ messages[0].content }}{% if enable_thinking %}on{% else %}off{% endif %}'
+    (folder / 'chat_template.jinja').write_text(text)
+    for thinking, expected in ((True, 'xon'), (False, 'xoff')):
+        tokenizer = Tokenizer(folder, thinking=thinking)
+        assert tokenizer.decode(tokenizer.chat(None, 'x')) == expected
+
+
+def test_thinking_is_refused_where_there_is_no_switch(folder):
+    with pytest.raises(ModelError, match='no switch for thinking; leave --thinking out'):
+        Tokenizer(folder, thinking=True)
+
+
 @pytest.mark.parametrize(
     ('config', 'generation', 'expected'),
     [
@@ -135,7 +170,17 @@ def test_end_ids_are_those_of_all_three_places(folder, config, generation, expec
     assert Tokenizer(folder).end_ids == expected
 
 
+def test_what_the_template_puts_behind_an_answer_is_an_end_too(folder):
+    """Qwen2.5's base models name the end of a document alone, and are asked in ChatML all the same."""
+    data = json.loads((folder / 'tokenizer_config.json').read_text())
+    data['eos_token'] = '<|endoftext|>'
+    (folder / 'tokenizer_config.json').write_text(json.dumps(data))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.end_ids == {tokenizer.encode_trusted(token)[0] for token in ('<|endoftext|>', '<|im_end|>')}
+
+
 def test_a_folder_without_any_end_is_refused(folder):
+    (folder / 'chat_template.jinja').write_text(backbones.PLAIN)
     data = json.loads((folder / 'tokenizer_config.json').read_text())
     del data['eos_token']
     (folder / 'tokenizer_config.json').write_text(json.dumps(data))

@@ -53,6 +53,15 @@ def test_round_trip_is_bitwise(tmp_path):
     assert sorted(child.name for child in tmp_path.iterdir()) == ['00003']
 
 
+def test_a_part_is_restored_alone(tmp_path):
+    tree = make()
+    digest = save(tmp_path, 3, tree)
+    part = {'solver': {'params': tree['solver'].params}}
+    same(restore(tmp_path, 3, part, digest, part=True), part)
+    with pytest.raises(CheckpointError, match='challenger/x is not in it'):
+        restore(tmp_path, 3, {'challenger': {'x': np.zeros(1)}}, digest, part=True)
+
+
 def test_the_digest_is_of_the_content_alone(tmp_path):
     digest = save(tmp_path, 1, make())
     assert save(tmp_path, 2, make()) == digest

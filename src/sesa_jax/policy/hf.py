@@ -7,7 +7,7 @@ Weights are mapped, not read: each device's shard is filled from the map, slice 
 one is begun, so that host memory beyond the parameters themselves holds one shard at a time. Writing goes tensor by
 tensor too.
 
-Left out: downloads (a folder must be local) and quantised formats.
+Left out: names and downloads (`backbones.py`) and quantised formats (`gguf.py` makes a folder of one).
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from sesa_jax.config import ConfigError
 from sesa_jax.policy.arch import Architecture, ModelError, Spec, abstract, hf_names, is_spec, leaves
 
-ASSETS = Path(__file__).resolve().parent.parent / 'assets'
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}  # safetensors' names -> ours
 TOKENIZER_FILES = (
@@ -41,20 +39,6 @@ TOKENIZER_FILES = (
     'chat_template.jinja',
     'generation_config.json',
 )
-
-
-def resolve_model(name: str) -> Path:
-    """The folder of a model: 'tiny' is packaged, everything else is a path. Raises ConfigError with what exists."""
-    packaged = sorted(path.parent.name for path in ASSETS.glob('*/config.json'))
-    if name in packaged:
-        return ASSETS / name
-    folder = Path(name).expanduser()
-    if (folder / 'config.json').is_file():
-        return folder
-    known = f'packaged models: {", ".join(packaged) or "none"}'
-    if folder.is_dir():
-        raise ConfigError(f'model {name!r}: the folder {folder} has no config.json; {known}')
-    raise ConfigError(f'model {name!r} is neither a packaged model nor a local Hugging Face folder; {known}')
 
 
 def load_config(folder: Path) -> dict[str, Any]:

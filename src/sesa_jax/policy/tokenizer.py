@@ -4,6 +4,10 @@ Instructions, questions, retrieved documents, card texts and target answers are 
 tokenizer without any control token, so that a page that spells one out yields ordinary ids. Only the scaffold of the
 chat template passes through `encode_trusted`. Prompts are put together from ids, never from text.
 
+`chat` makes the beginning of a row, once. What follows is ids in, ids out: what was sampled, then `encode` of what was
+found, and so on within one assistant message. No template is applied again, so the ids after a turn are a prefix of the
+ids after the next one, also where the template would cut the thoughts of earlier turns out of the text (Qwen3's does).
+
 Left out: tokenizers that are not byte-level BPE (stopping and parsing rely on an exact `token_bytes`).
 """
 
@@ -15,17 +19,28 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sesa_jax.policy.arch import ModelError
 from sesa_jax.policy.hf import read_json
 
+TODAY = '26 Jul 2024'
+"""What a template takes for today; Llama-3.1's own default. With the real date, prompts would change over night."""
+CLOCK = f'{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}'  # in place of the function of transformers
+SWITCH = 'enable_thinking'  # the variable by which a template lets its caller choose
+
 
 class Tokenizer:
-    """The tokenizer of a model folder. It reads the folder once and keeps nothing open."""
+    """The tokenizer of a model folder. It reads the folder once and keeps nothing open.
 
-    def __init__(self, folder: Path) -> None:
+    thinking: where the template has the switch, whether an answer may open with a think block; asking for it where
+      there is no switch is a ModelError.
+    template: the chat template for a folder that ships none, as many base models do; a folder's own comes first.
+    """
+
+    def __init__(self, folder: Path, *, thinking: bool = False, template: str | None = None) -> None:
         folder = Path(folder)
         where = folder / 'tokenizer.json'
         if not where.is_file():
@@ -36,6 +51,10 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exceptions
             raise ModelError(f'{where} cannot be read: {error}') from None
         self._where = where
+        self._template: str | None = self._chat.chat_template or template
+        self._thinking = thinking
+        if thinking and SWITCH not in (self._template or ''):
+            raise ModelError(f'{folder}: its chat template has no switch for thinking; leave --thinking out')
         self._trusted: FastTokenizer = self._chat.backend_tokenizer
         self._trusted.no_padding()
         self._trusted.no_truncation()
@@ -50,12 +69,10 @@ class Tokenizer:
         rows = config.get('vocab_size')
         if rows is not None and rows < self.vocab_size:
             raise ModelError(f'{where} has {self.vocab_size} ids, but the embedding of config.json has {rows} rows')
-        self.end_ids: frozenset[int] = frozenset(
-            i
-            for source in (self._chat.eos_token_id, config.get('eos_token_id'), generation_config.get('eos_token_id'))
-            for i in _as_ids(source)
-        )
-        """Every id that ends a text, from all three places that name one."""
+        ends = (self._chat.eos_token_id, config.get('eos_token_id'), generation_config.get('eos_token_id'))
+        self.end_ids: frozenset[int] = frozenset(i for source in (*ends, self._turn_end()) for i in _as_ids(source))
+        """Every id that ends a text: from the three files that name one, and what the template puts behind an answer
+        (a base model's files name the end of a document alone)."""
         if not self.end_ids:
             raise ModelError(f'{folder}: neither the tokenizer nor config.json nor generation_config.json names an end')
         if stray := [i for i in self.end_ids if not 0 <= i < self.vocab_size]:
@@ -108,18 +125,48 @@ class Tokenizer:
     @functools.cache  # noqa: B019  (a tokenizer lives as long as its run)
     def _scaffold(self, roles: tuple[str, ...]) -> list[list[int]]:
         """Trusted ids before, between and after the contents."""
+        return [self.encode_trusted(piece) for piece in self._around(roles, add_generation_prompt=True)]
+
+    def _turn_end(self) -> int | None:
+        """The control token that the template puts right behind an answer, if it does."""
+        try:
+            text = self._around(('user', 'assistant'), add_generation_prompt=False)[-1]
+        except ModelError:  # no template, or one for prompts alone
+            return None
+        ids = self.encode_trusted(text.lstrip())
+        return ids[0] if ids and ids[0] in self._control_ids else None
+
+    def _around(self, roles: tuple[str, ...], *, add_generation_prompt: bool) -> list[str]:
+        """The template's own text before, between and after one message of each role."""
+        if not self._template:
+            raise ModelError(
+                f'{self._where.parent} has no chat template; put its chat_template.jinja into the folder (a base '
+                'model can do with plain text: {{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %})'
+            )
         marks = [f'CONTENT{i}PLACEHOLDER' for i in range(len(roles))]
         messages = [{'role': role, 'content': mark} for role, mark in zip(roles, marks, strict=True)]
-        if not self._chat.chat_template:
-            raise ModelError(f'{self._where.parent} has no chat template')
-        rest: str = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            rest: str = self._chat.apply_chat_template(
+                messages,
+                chat_template=CLOCK + self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_variables(self._thinking),
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # also what a template raises itself
+            raise ModelError(f'{self._where.parent}: the chat template cannot be rendered: {error}') from None
         pieces = []
         for mark in marks:
             if rest.count(mark) != 1:
                 raise ModelError(f'{self._where.parent}: the chat template does not show each message exactly once')
             before, rest = rest.split(mark)
             pieces.append(before)
-        return [self.encode_trusted(piece) for piece in [*pieces, rest]]
+        return [*pieces, rest]
+
+
+def template_variables(thinking: bool) -> dict[str, Any]:
+    """What every template is given beside the messages: the switch, and a day that does not change."""
+    return {SWITCH: thinking, 'date_string': TODAY}
 
 
 def _without_control_tokens(trusted: FastTokenizer, control: dict[str, int], where: Path) -> FastTokenizer:

@@ -111,12 +111,12 @@ def verify(checkpoints: Path, step: int, digest: str | None = None, *, read_file
     return manifest
 
 
-def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = None) -> Any:
+def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = None, *, part: bool = False) -> Any:
     """The tree of a step, verified before and after reading.
 
     `abstract` has the structure that was saved, with `jax.ShapeDtypeStruct` leaves (or arrays); where a leaf has a
-    sharding the restored one lies so, whatever devices wrote it, else on the first device. CheckpointError names the
-    file or the leaf that is wrong.
+    sharding the restored one lies so, whatever devices wrote it, else on the first device. With `part` it may have
+    fewer leaves, and only those are read into memory. CheckpointError names the file or the leaf that is wrong.
     """
     manifest = verify(checkpoints, step, digest)
     place = directory(checkpoints, step)
@@ -124,7 +124,7 @@ def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = No
     saved = manifest['leaves']
     for names, problem in (
         (wanted.keys() - saved.keys(), 'is not in it'),
-        (saved.keys() - wanted.keys(), 'is unasked'),
+        (set() if part else saved.keys() - wanted.keys(), 'is unasked'),
     ):
         if names:
             raise CheckpointError(f'{place} does not fit this run: the leaf {min(names)} {problem}')
@@ -135,10 +135,12 @@ def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = No
                 f'{place}: {name} is {have[1]}{have[0]}, this run needs {leaf.dtype.name}{leaf.shape}'
             )
     nested = _nested(wanted)
-    arguments = ocp.args.PyTreeRestore(nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested))
+    arguments = ocp.args.PyTreeRestore(
+        nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested), partial_restore=part
+    )
     restored = _named(_orbax(lambda orbax: orbax.restore(place / STATE, args=arguments)))
-    for name, expected in saved.items():
-        if _digest_leaf(restored[name]) != expected:
+    for name in wanted:
+        if _digest_leaf(restored[name]) != saved[name]:
             raise CheckpointError(f'{place}: the leaf {name} was read with other values than it was saved with')
     return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 

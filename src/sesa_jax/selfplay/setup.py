@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.grpo import learner
 from sesa_jax.host.client import HostClient
-from sesa_jax.policy import hf, sharding, transformer
+from sesa_jax.policy import backbones, hf, sharding, transformer
 from sesa_jax.policy.arch import Architecture, abstract
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params
@@ -42,11 +42,11 @@ class Backbone:
 
 def load(run: Run) -> Backbone:
     """Read the model of a run onto its devices. ConfigError names what is wrong with the folder or the device count."""
-    folder = hf.resolve_model(run.model)
+    folder = backbones.resolve(run.model)
     if run.devices > len(jax.devices()):
         raise ConfigError(f'--devices {run.devices}: this machine has {len(jax.devices())}')
     arch = hf.load_architecture(folder)
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, thinking=run.thinking, template=backbones.template_of(run.model))
     mesh = sharding.make_mesh(run.devices)
     decode_mesh = sharding.decode_mesh(arch, run.devices, run.tensor_parallel)
     dtype = jnp.bfloat16 if jax.default_backend() == 'gpu' else jnp.float32

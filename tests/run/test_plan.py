@@ -1,0 +1,88 @@
+"""The planner against numbers worked out by hand, and against the compiler's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sesa_jax.run import plan
+
+GB = 1e9
+QWEN3_8B = 2 * 151936 * 4096 + 4096 + 36 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128)
+HLO = """
+  %a = bf16[36,4096,1024]{2,1,0} all-gather(%x), channel_id=1
+  %b = (f32[8]{0}, f32[2,3]{1,0}) all-reduce(%y, %z), to_apply=%add
+  ROOT %c = f32[4]{0} all-reduce-start(%w)
+  %d = f32[4]{0} add(%p, %q)
+"""
+
+
+def test_the_census_counts_collectives_and_their_bytes():
+    assert plan.census(HLO) == {'all-gather': (1, 36 * 4096 * 1024 * 2), 'all-reduce': (2, 4 * (8 + 6 + 4))}
+
+
+def planned(tmp_path, *flags):
+    """The plan of the command as a user types it, with its highest memory."""
+    path = tmp_path / 'plan.json'
+    command = [sys.executable, '-m', 'experiments.plan', *flags, '--json', str(path)]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
+    return done, json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.mark.slow
+def test_qwen3_8b_on_eight_devices_of_80_gb(tmp_path):
+    done, found = planned(tmp_path, '--model', 'qwen3-8b', '--row-buckets', '64')
+    assert done.returncode == 0, done.stderr
+    assert found['parameters'] == QWEN3_8B
+    sizes = {part['name']: part['size'] / GB for part in found['parts']}
+    share = QWEN3_8B / 8 / GB  # billions of parameters a device, all but the norms split
+    expected = {
+        'masters, float32, 2 roles': 8 * share,
+        'AdamW moments, float32, 2 roles': 16 * share,
+        'gradients, float32': 4 * share,
+        'reference, bfloat16, shared': 2 * share,
+        'decode copy, bfloat16': 2 * share,  # TP8: heads 32 and 8
+        # 64 rows of 16,384 slots, keys and values of 36 layers, 8 heads of 128 in bfloat16, split over 8 devices
+        'KV slots, working': 64 * 16384 * 2 * 36 * 8 * 128 * 2 / 8 / GB,
+        # a residual of 4,096 in bfloat16 for each of 36 layers and 12,288 tokens, and one layer's own
+        'activations, 12,288 tokens': 12288 * (36 * 4096 * 2 + 250_000) / GB,
+        'logits chunk and head': (1024 * 151936 * 12 + 6 * 4096 * 151936) / GB,
+    }
+    for name, size in expected.items():
+        assert sizes[name] == pytest.approx(size, rel=0.02), name
+    for program in found['programs']:
+        assert program['arguments'] == pytest.approx(program['expected'], rel=0.02), program['name']
+    assert found['programs'][0]['collectives']['all-gather'][0] > 0
+    assert found['decode_mesh'] == {'data': 1, 'model': 8}
+    assert 0.9 < found['flops']['ratio'] < 1.1
+    assert found['verdict'].startswith('fits with ')
+    spare = float(found['verdict'].split()[2])
+    assert spare == pytest.approx(0.92 * 80 - found['peak_bytes'] / GB, abs=0.06)
+    assert found['verdict'] in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_misses_says_by_how_much_and_what_makes_it_fit(tmp_path):
+    done, found = planned(tmp_path, '--model', 'smollm2-135m', '--devices', '1', '--hbm-gb', '8')
+    assert done.returncode == 0, done.stderr
+    missing = found['peak_bytes'] / GB - 0.92 * 8
+    assert f'misses by {missing:.1f} GB; --' in found['verdict']
+    flags = found['verdict'].split('; ')[1].split(' makes it fit')[0].split()
+    done, again = planned(tmp_path, '--model', 'smollm2-135m', '--devices', '1', '--hbm-gb', '8', *flags)
+    assert again['verdict'].startswith('fits with ')
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (('--model', 'qwen9-1b'), 'qwen9-1b'),
+        (('--model', 'qwen3-8b', '--hbm-gb', '0'), '--hbm-gb is 0'),
+        (('--model', 'qwen3-8b', '--tensor-parallel', '3'), '--tensor-parallel 3: 32 query and 8 kv heads'),
+    ],
+)
+def test_bad_flags_are_refused(tmp_path, flags, message):
+    done, found = planned(tmp_path, *flags)
+    assert (done.returncode, found) == (2, None)
+    assert message in done.stderr
