@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policy_toy import architecture
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -46,25 +47,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope='session')
 def make_arch() -> Callable[..., Architecture]:
-    """Small, with a head size that is not D / N; keywords change fields."""
-
-    def make(**changes: Any) -> Architecture:
-        values: dict[str, Any] = {
-            'vocab': 97,
-            'layers': 3,
-            'width': 40,
-            'hidden': 56,
-            'heads': 6,
-            'kv_heads': 2,
-            'head_size': 12,
-            'rope_theta': 1e4,
-            'eps': 1e-6,
-            'tied': True,
-            'max_positions': 512,
-        }
-        return Architecture(**{**values, **changes})
-
-    return make
+    return architecture
 
 
 @pytest.fixture(scope='session')

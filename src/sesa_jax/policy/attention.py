@@ -1,0 +1,202 @@
+"""Attention of queries over keys that lie at known positions, and the rotary positions themselves.
+
+`causal` serves training, on rows that begin at position 0: cuDNN's fused kernel where it exists, else `attend`. `attend`
+is the plain form, for a row of any length, and `step` that of one decoded token over two pieces of memory. None of them
+ever holds the scores of all queries of a long row at once.
+
+Left out: writing keys and values into a cache (transformer.py), and sliding windows. Alphabet: see arch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sesa_jax.policy.arch import Architecture
+
+log = logging.getLogger(__name__)
+
+Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, T, 1, H/2]
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+MASKED = -1e30  # finite, so that a row without any visible slot gives no NaN
+QUERY_BLOCK, MOST_SPANS = 64, 8  # the least number of queries in a span, and the most spans of a row
+LONGEST_BLOCK = 128  # queries whose scores exist at once; a longer span is a loop over blocks of this size
+
+
+# --- rotary positions -------------------------------------------------------------------------------------------------
+
+
+def frequencies(arch: Architecture) -> np.ndarray:
+    """Radians per position of each pair, f64[H/2]; stretched as Llama 3.1 does where the architecture says so."""
+    plain = arch.rope_theta ** -(np.arange(0, arch.head_size, 2, dtype=np.float64) / arch.head_size)
+    if (scaling := arch.rope_scaling) is None:
+        return plain
+    turns = scaling.original_max_positions * plain / (2 * math.pi)  # of each wave within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: fast, as it was; 0: slow, fully stretched
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def rotation(arch: Architecture, positions: jax.Array) -> Rotation:
+    """Cosine and sine of the rotary angles of positions i32[B, T]."""
+    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies(arch), jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Turns the pairs (i, i + H/2) of x [B, T, heads, H]."""
+    cos, sin = rotation
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+# --- the plain form ---------------------------------------------------------------------------------------------------
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """[B, T, K, H] -> [B, K, T, H], the order of the cache."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, N, H] -> [B, K, g*T, H]: the queries of one kv head as the rows of one product; g = N / K."""
+    rows, tokens, heads, size = q.shape
+    q = q.reshape(rows, tokens, kv_heads, heads // kv_heads, size)
+    return q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+
+
+def _ungrouped(x: jax.Array, tokens: int) -> jax.Array:
+    """Inverse of `_grouped`."""
+    rows, kv_heads, _, size = x.shape
+    x = x.reshape(rows, kv_heads, -1, tokens, size)
+    return x.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, -1, size)
+
+
+def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, tokens: int) -> jax.Array:
+    """Masked scores f32[B, K, g*T, S] of grouped queries against keys [B, K, S, H]; visible bool[B or 1, T, S]."""
+    scores = jnp.einsum('bkqh,bksh->bkqs', q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    rows, kv_heads, _, slots = scores.shape
+    split = scores.reshape(rows, kv_heads, -1, tokens, slots)
+    return jnp.where(visible[:, None, None], split, MASKED).reshape(scores.shape)
+
+
+def _block(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """Some queries [B, T, N, H] with all of their scores; softmax in float32."""
+    visible = jnp.arange(k.shape[2]) <= positions[..., None]
+    weights = jax.nn.softmax(_scores(_grouped(q, k.shape[1]), k, visible, q.shape[1]), axis=-1).astype(v.dtype)
+    return _ungrouped(jnp.einsum('bkqs,bksh->bkqh', weights, v), q.shape[1])
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cut: bool = False) -> jax.Array:
+    """q [B, T, N, H] over k, v [B, K, S, H] -> [B, T, N, H]. Each query sees the slots up to its position
+    i32[B or 1, T]; the key in slot s has position s.
+
+    Works through the queries in up to eight spans, which keeps the scores in the processor's cache and their memory
+    small. cut: queries and keys are the same tokens, so that a span needs no key behind its last query. At B = 16 and
+    T = 256 (N 4, K 2, H 32) the spans take attention from 28 to 9 ms of processor time, its gradient from 72 to 45.
+    A span of more than 128 queries (T > 1,024) is a loop over blocks that the backward pass computes again.
+    """
+    tokens = q.shape[1]
+    size = max(QUERY_BLOCK, -(-tokens // MOST_SPANS))
+    if size > LONGEST_BLOCK:
+        size = -(-size // LONGEST_BLOCK) * LONGEST_BLOCK
+    outputs = []
+    for begin in range(0, tokens, size):
+        end = min(begin + size, tokens)
+        seen = end if cut else k.shape[2]
+        span = _block if size <= LONGEST_BLOCK else _looped
+        outputs.append(span(q[:, begin:end], k[:, :, :seen], v[:, :, :seen], positions[:, begin:end]))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def _looped(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """`_block`, LONGEST_BLOCK queries at a time."""
+    rows, tokens = q.shape[:2]
+    blocks = -(-tokens // LONGEST_BLOCK)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [blocks, B, LONGEST_BLOCK, ...], filled up with zeros."""
+        x = jnp.pad(x, [(0, 0), (0, blocks * LONGEST_BLOCK - tokens)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, LONGEST_BLOCK, *x.shape[2:]), 1, 0)
+
+    again = jax.checkpoint(_block, prevent_cse=False)  # the loop itself keeps the recomputation apart
+    out = jax.lax.map(lambda piece: again(piece[0], k, v, piece[1]), (split(q), split(positions)))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * LONGEST_BLOCK, *out.shape[3:])[:, :tokens]
+
+
+def step(
+    q: jax.Array, cache: tuple[jax.Array, jax.Array], staged: tuple[jax.Array, jax.Array],
+    in_cache: jax.Array, in_staging: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """One query a row [B, 1, N, H] over the cache's and the staged (keys, values) [B, K, S or n, H], in one softmax.
+    Visible slots: in_cache bool[B, 1, S], in_staging bool[1, 1, n]."""
+    (old_k, old_v), (new_k, new_v) = cache, staged
+    grouped = _grouped(q, old_k.shape[1])
+    scores = [_scores(grouped, old_k, in_cache, 1), _scores(grouped, new_k, in_staging, 1)]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    old, new = jnp.split(weights, [old_k.shape[2]], axis=-1)
+    return _ungrouped(jnp.einsum('bkqs,bksh->bkqh', old, old_v) + jnp.einsum('bkqs,bksh->bkqh', new, new_v), 1)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def causal(lengths: jax.Array, tokens: int, head_size: int, dtype: jnp.dtype) -> Attention:
+    """Causal attention over right-padded rows, (q [B, T, N, H], k, v [B, T, K, H]) -> [B, T, N, H]; the fused kernel
+    where it exists. What it gives behind a row's length means nothing."""
+    refusal = why_not_fused(*device(), dtype, head_size)
+    _say_once(refusal)
+    if refusal is None:
+        counts = jnp.maximum(lengths, 1).astype(jnp.int32)  # an empty row still needs one key
+        real = (jnp.arange(tokens) < counts[:, None])[..., None, None]
+
+        def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            out = jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                query_seq_lengths=counts,
+                key_value_seq_lengths=counts,
+                implementation='cudnn',
+            )
+            return jnp.where(real, out, 0)  # whatever the kernel leaves behind the length reaches no gradient
+
+        return fused
+    # With padding on the right, the causal mask alone hides it from every real token.
+    positions = jnp.arange(tokens)[None]
+    return lambda q, k, v: attend(q, heads_first(k), heads_first(v), positions, cut=True)
+
+
+def device() -> tuple[str, str]:
+    """Platform of the default devices ('cpu', 'cuda', 'rocm', 'tpu') and the compute capability of the first."""
+    first = jax.devices()[0]
+    platform = first.platform
+    if platform == 'gpu':
+        platform = 'rocm' if 'rocm' in first.client.platform_version.lower() else 'cuda'
+    return platform, str(getattr(first, 'compute_capability', ''))
+
+
+def why_not_fused(platform: str, capability: str, dtype: jnp.dtype, head_size: int) -> str | None:
+    """Why cuDNN's kernel cannot serve, or None where it can. A cuDNN that is missing altogether stays JAX's error:
+    the plain form would be slow without anybody having asked for it."""
+    if platform != 'cuda':
+        return f'platform {platform} has no cuDNN'
+    if int(capability.partition('.')[0] or 0) < 8:
+        return f'cuDNN attention needs compute capability 8.0 (Ampere) or newer, not {capability or "unknown"}'
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f'cuDNN attention needs bfloat16 or float16, not {dtype}'
+    if head_size > 128 or head_size % 8:
+        return f'cuDNN attention needs a head size of at most 128 and a multiple of 8, not {head_size}'
+    return None
+
+
+@functools.cache
+def _say_once(refusal: str | None) -> None:
+    log.info('training attention: %s', 'cuDNN' if refusal is None else f'plain XLA ({refusal})')
