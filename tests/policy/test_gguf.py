@@ -249,7 +249,7 @@ def test_smollm2_says_what_it_says_in_transformers(smollm2):
     logits = np.asarray(jax.jit(transformer.logits, static_argnums=1)(params, arch, hidden))
     largest = max(np.abs(logits[i, : len(row)] - theirs[i]).max() for i, row in enumerate(rows))
     print(f'largest logit difference over {lengths.sum()} positions: {largest:.2e}')
-    assert largest <= 1e-3  # float32 through 30 layers; the logits reach 30
+    assert largest <= 5e-4  # float32 through 30 layers; 1.2e-4 seen, and the logits reach 39
 
 
 def greedy(params, arch, prompts):
