@@ -120,6 +120,12 @@ def test_bfloat16_stays_near_float32_and_keeps_the_gradients_type(small):
     assert {x.dtype for x in jax.tree.leaves(slopes)} == {jnp.dtype('float32')}
 
 
+def test_eps_counts_where_activations_are_small():
+    x = jnp.full((1, 4), 1e-3)
+    for eps in (1e-6, 1e-5):
+        np.testing.assert_allclose(transformer.rms_norm(x, jnp.ones(4), eps), 1e-3 / np.sqrt(1e-6 + eps), rtol=1e-5)
+
+
 def test_query_and_key_norms_are_per_head(small):
     arch, params = small
     ids, lengths = tokens(arch, 1, 9), jnp.array([9])
