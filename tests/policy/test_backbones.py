@@ -1,5 +1,9 @@
+import http.server
 import json
 import shutil
+import threading
+import typing
+import urllib.parse
 
 import huggingface_hub
 import pytest
@@ -143,6 +147,66 @@ def test_without_network_and_cache_it_says_what_to_do(hub, lost):
     assert str(caught.value).endswith(
         'Without a network, run `hf download Qwen/Qwen3-8B --local-dir DIR` elsewhere, copy DIR here and give --model DIR'
     )
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with one model, as far as its client asks; what is asked for is noted."""
+
+    files: typing.ClassVar[dict[str, bytes]] = {}
+    asked: typing.ClassVar[list[str]] = []
+
+    def answer(self):
+        path = urllib.parse.urlsplit(self.path).path
+        name = path.rpartition('/')[2]
+        self.asked.append(path)
+        headers = {'X-Repo-Commit': '1' * 40, 'ETag': f'"{name}"'}
+        if path.startswith('/api/models/Qwen/Qwen3-8B/tree/'):
+            body = json.dumps(
+                [{'type': 'file', 'path': n, 'size': len(b), 'oid': n} for n, b in self.files.items()]
+            ).encode()
+        elif path.startswith('/api/models/Qwen/Qwen3-8B'):
+            body = json.dumps(
+                {'id': 'Qwen/Qwen3-8B', 'sha': '1' * 40, 'siblings': [{'rfilename': n} for n in self.files]}
+            ).encode()
+        elif path.startswith('/Qwen/Qwen3-8B/resolve/') and name in self.files:
+            body = self.files[name]
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        if self.command == 'GET':
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = answer
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_hubs_model_is_downloaded_without_its_pickles_and_its_code(hub, monkeypatch):
+    monkeypatch.setattr(Hub, 'asked', [])
+    others = {'pytorch_model.bin': b'cos', 'modeling_x.py': b'raise SystemExit', 'training_args.bin': b'cos'}
+    monkeypatch.setattr(Hub, 'files', {file.name: file.read_bytes() for file in TINY.iterdir()} | others)
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', False)
+        here = f'http://127.0.0.1:{server.server_port}'
+        monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', here)
+        template = here + '/{repo_id}/resolve/{revision}/{filename}'
+        monkeypatch.setattr(huggingface_hub.constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
+        folder = resolve('qwen3-8b')
+        first = len(Hub.asked)
+        assert resolve('qwen3-8b') == folder  # from the cache: nothing is asked
+        server.shutdown()
+    assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in TINY.iterdir())
+    for file in TINY.iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+    assert len(Hub.asked) == first > 0
+    assert not [path for path in Hub.asked if path.rpartition('/')[2] in others]
 
 
 def test_neither_pickles_nor_code_are_fetched():
