@@ -85,7 +85,8 @@ def test_transformers_computes_the_same_logits(played, tmp_path, capsys):
     with torch.no_grad():
         theirs = model(torch.tensor(ids)).logits.numpy()
     arch = hf.load_architecture(tmp_path / 'm')
-    ours = transformer.forward(states_of(2)['solver'].params, arch, ids, np.array([ids.shape[1]]))
+    params = states_of(2)['solver'].params
+    ours = transformer.logits(params, arch, transformer.hidden(params, arch, ids, np.array([ids.shape[1]])))
     np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=1e-4)
 
 

@@ -67,19 +67,21 @@ def decode_rows(params, arch, ids, *, prompts, first, observed, second, slots, c
     layered = unstack(params, arch)
     states = np.zeros((rows, ids.shape[1], arch.width), np.float32)
     cache = transformer.init_cache(arch, rows, slots)
-    done = np.zeros(rows, np.int32)
+    done = np.zeros(rows, np.int32)  # never changed in place: a program that still runs may read the array itself
 
     def append(cache, counts):
+        nonlocal done
         width = max(counts)
         columns = np.minimum(done[:, None] + np.arange(width), ids.shape[1] - 1)
         piece = np.take_along_axis(np.asarray(ids), columns, axis=1)
         out, cache = extend(layered, arch, cache, piece, done, np.asarray(counts))
         for row, count in enumerate(counts):
             states[row, done[row] : done[row] + count] = out[row, :count]
-        done[:] += counts
+        done = done + np.asarray(counts, np.int32)
         return cache
 
     def decode(cache, wanted):
+        nonlocal done
         left = np.asarray(wanted)
         while left.any():
             staging = transformer.init_staging(arch, rows, chunk)
@@ -90,7 +92,7 @@ def decode_rows(params, arch, ids, *, prompts, first, observed, second, slots, c
                 for row in np.flatnonzero(step < count):
                     states[row, column[row]] = out[row]
             cache = merge(cache, staging, done, count)
-            done[:] += count
+            done = done + count.astype(np.int32)
             left = left - count
         return cache
 

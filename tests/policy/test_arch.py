@@ -70,6 +70,10 @@ def test_an_absent_head_size_is_width_over_heads(make_arch):
     assert Architecture.from_config(config, 'x').head_size == 16
 
 
+def test_the_eps_of_the_norms_is_read(make_arch):
+    assert Architecture.from_config({**make_arch().to_config(), 'rms_norm_eps': 1e-5}, 'x').eps == 1e-5
+
+
 def test_older_keys_of_rope_are_read(make_arch):
     config = make_arch(rope_theta=1e6).to_config()
     del config['rope_parameters']
@@ -155,6 +159,8 @@ def test_ropes_that_are_not_llama3_are_refused(make_arch, table, message):
     [
         ({'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM is not supported; supported: Qwen3ForCausalLM'),
         ({'architectures': None}, 'architecture none is not supported'),
+        ({'architectures': 'Qwen3ForCausalLM'}, "architectures must be a list of one name, found 'Qwen3ForCausalLM'"),
+        ({'rope_parameters': 'llama3'}, "rope_parameters must be an object, found 'llama3'"),
         ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, "rope_scaling of type 'yarn'"),
         ({'rope_parameters': {'rope_type': 'longrope', 'rope_theta': 5e5}}, "rope_parameters of type 'longrope'"),
         ({'max_position_embeddings': None}, 'max_position_embeddings must be a number, found None'),

@@ -1,5 +1,10 @@
+import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 from sesa_jax.policy import hf, sharding
-from sesa_jax.policy.arch import ModelError, abstract
+from sesa_jax.policy.arch import ModelError, abstract, hf_names, leaves
 from sesa_jax.policy.tokenizer import Tokenizer
 
 Q = 'model.layers.1.self_attn.q_proj.weight'
@@ -153,6 +158,71 @@ def test_parameters_of_another_shape_are_refused(model, tmp_path):
     arch, params = model
     with pytest.raises(ModelError, match=r'parameter embed has shape \(96, 40\), expected \(97, 40\)'):
         hf.save(tmp_path, arch, {**params, 'embed': params['embed'][1:]})
+
+
+def test_every_device_gets_its_part_and_the_rest_is_not_read(model, saved):
+    """Eight devices that are not there: the parts that they would get, put together again."""
+    arch, params = model
+    specs = dict(leaves(abstract(arch)))
+    views = hf._map(saved[0] / hf.SINGLE)
+    for path in (('layers', 'up'), ('layers', 'output'), ('embed',), ('head',)):
+        spec = specs[path]
+        names = [name for name, (place, _, _) in hf_names(arch).items() if place == path]
+        tensors = [(saved[0], name, views[name].array) for name in names]
+        axis = spec.axes.index('width')
+        parts = [tuple(map(range, spec.shape)) for _ in range(8)]
+        parts = [(*p[:axis], range(5 * i, 5 * i + 5), *p[axis + 1 :]) for i, p in enumerate(parts)]
+        whole = np.concatenate([hf._shard(spec, tensors, part, np.float32) for part in parts], axis=axis)
+        np.testing.assert_array_equal(whole, functools.reduce(lambda tree, key: tree[key], path, params))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('kind', ['float16', 'bfloat16'])
+def test_each_type_of_file_is_read_into_each_type_of_parameter(model, tmp_path, kind, dtype):
+    arch, params = model
+    hf.save(tmp_path, arch, params, dtype=kind)
+    assert load_file(tmp_path / hf.SINGLE)[Q].dtype == jnp.dtype(kind)
+    rounded = jax.tree.map(lambda x: x.astype(kind).astype(dtype), params)
+    assert_equal(hf.load_params(tmp_path, arch, dtype=dtype), rounded)
+
+
+def test_the_chat_template_and_the_generation_config_come_along(model, tokenizer_folder, tmp_path):
+    source = shutil.copytree(tokenizer_folder, tmp_path / 'source')
+    extra = {'generation_config.json': '{"eos_token_id": [1, 2]}', 'chat_template.jinja': '{{ messages }}'}
+    for name, text in extra.items():
+        (source / name).write_text(text)
+    hf.save(tmp_path / 'new', *model, tokenizer=source)
+    assert {name: (tmp_path / 'new' / name).read_text() for name in extra} == extra
+
+
+def test_a_tokenizer_file_may_not_lead_out_of_its_folder(model, tokenizer_folder, tmp_path):
+    source = shutil.copytree(tokenizer_folder, tmp_path / 'source')
+    (tmp_path / 'secret').write_text('{}')
+    (source / 'generation_config.json').symlink_to(tmp_path / 'secret')
+    with pytest.raises(ModelError, match=r'generation_config\.json is a link that leads out of the folder'):
+        hf.save(tmp_path / 'new', *model, tokenizer=source)
+
+
+def test_an_unknown_type_to_save_is_refused(model, tmp_path):
+    with pytest.raises(ModelError, match="weights cannot be saved as 'int8'; supported: float32, bfloat16, float16"):
+        hf.save(tmp_path, *model, dtype='int8')
+
+
+@pytest.mark.slow
+@pytest.mark.devices
+def test_a_billion_parameters_need_no_more_host_memory_than_their_shards_and_two_tensors(tmp_path):
+    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
+    script = Path(__file__).with_name('hf_devices.py')
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env={**os.environ, **flags}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    print(report)
+    assert report['parameters'] > 1e9 and report['devices'] == 8 and report['shard'] == [16, 256, 8192]
+    assert report['marks'] == [layer + 1 for layer in range(16)]
+    assert report['target'] <= report['peak'] + 2 * report['largest']  # the sampler saw the parameters arrive
+    assert report['peak'] <= report['target'] + 2 * report['largest']
 
 
 # --- folders with faults ----------------------------------------------------------------------------------------------

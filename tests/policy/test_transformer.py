@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from policy_toy import (
+    FAMILIES,
     decode_rows,
     decode_step,
     difference,
@@ -14,8 +15,9 @@ from policy_toy import (
     logits,
     tokens,
     unstack,
-)  # fmt: skip
+)
 
+from sesa_jax.config import ConfigError
 from sesa_jax.policy import attention, transformer
 from sesa_jax.policy.arch import abstract, leaves
 
@@ -69,12 +71,36 @@ def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
     assert difference(blocked, whole) <= 1e-5
 
 
-def test_remat_changes_no_gradient(small):
+@pytest.mark.parametrize('policy', [True, 'projections'])
+def test_remat_changes_no_gradient(small, policy):
     arch, params = small
     ids, lengths = tokens(arch, 3, 12), jnp.array([12, 7, 1])
-    plain, again = (gradient(params, arch, ids, lengths, remat=remat) for remat in (False, True))
+    plain, again = (gradient(params, arch, ids, lengths, remat=remat) for remat in (False, policy))
     worst = jax.tree.map(lambda a, b: difference(a, b) / (1 + float(jnp.abs(a).max())), plain, again)
     assert max(jax.tree.leaves(worst)) <= 1e-5
+
+
+def test_remat_keeps_what_its_policy_says(small):
+    arch, params = small
+    ids, lengths = jnp.zeros((2, 7), jnp.int32), jnp.array([7, 7])
+
+    def kept(remat):
+        """Elements that the forward pass leaves for the backward pass."""
+        back = jax.eval_shape(
+            lambda p: jax.vjp(lambda p: transformer.hidden(p, arch, ids, lengths, remat=remat), p)[1], params
+        )
+        return sum(x.size for x in jax.tree.leaves(back))
+
+    # All but the last matrix, whose product is only added to the stream.
+    products = (arch.heads + 2 * arch.kv_heads) * arch.head_size + arch.width + 2 * arch.hidden
+    assert kept('projections') - kept(True) == arch.layers * ids.size * products
+    assert kept(False) > kept('projections')
+
+
+def test_an_unknown_remat_policy_is_refused(small):
+    arch, params = small
+    with pytest.raises(ConfigError, match="remat 'everything' is no policy; there are nothing, projections"):
+        transformer.hidden(params, arch, jnp.zeros((1, 3), jnp.int32), jnp.array([3]), remat='everything')
 
 
 def test_gradients_are_finite_with_empty_rows(small):
@@ -94,6 +120,12 @@ def test_bfloat16_stays_near_float32_and_keeps_the_gradients_type(small):
     assert {x.dtype for x in jax.tree.leaves(slopes)} == {jnp.dtype('float32')}
 
 
+def test_eps_counts_where_activations_are_small():
+    x = jnp.full((1, 4), 1e-3)
+    for eps in (1e-6, 1e-5):
+        np.testing.assert_allclose(transformer.rms_norm(x, jnp.ones(4), eps), 1e-3 / np.sqrt(1e-6 + eps), rtol=1e-5)
+
+
 def test_query_and_key_norms_are_per_head(small):
     arch, params = small
     ids, lengths = tokens(arch, 1, 9), jnp.array([9])
@@ -103,16 +135,17 @@ def test_query_and_key_norms_are_per_head(small):
     assert difference(before, after) <= 1e-4
 
 
-def test_init_follows_the_specs(make_arch):
-    arch = make_arch(vocab=512, width=64, hidden=128)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_init_follows_the_specs(make_arch, family):
+    arch = make_arch(**{**FAMILIES[family], 'vocab': 512, 'width': 64, 'hidden': 128})
     params = transformer.init(arch, jax.random.key(0))
     for path, spec in leaves(abstract(arch)):
         value = functools.reduce(lambda tree, key: tree[key], path, params)
         assert value.shape == spec.shape
-        if spec.init == 'ones':
-            assert (value == 1).all()
-        else:
+        if spec.init == 'normal':
             assert abs(float(value.std()) / spec.std - 1) < 0.05
+        else:
+            assert (value == {'ones': 1, 'zeros': 0}[spec.init]).all()
     assert difference(params['layers']['query'][0], params['layers']['query'][1]) > 0.01
 
 

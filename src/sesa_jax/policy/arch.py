@@ -182,7 +182,9 @@ SCALING_KEYS = {
 def _family(config: Mapping[str, Any], where: str) -> str:
     names = config.get('architectures') or []
     by_name = {family.name: model_type for model_type, family in FAMILIES.items()}
-    if len(names) != 1 or names[0] not in by_name:
+    if not isinstance(names, list):
+        raise ModelError(f'{where}: architectures must be a list of one name, found {names!r}')
+    if len(names) != 1 or str(names[0]) not in by_name:
         found = ', '.join(map(str, names)) or 'none'
         raise ModelError(f'{where}: architecture {found} is not supported; supported: {", ".join(by_name)}')
     model_type = by_name[names[0]]
@@ -211,6 +213,8 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
     tables = {key: config.get(key) or {} for key in ('rope_scaling', 'rope_parameters')}
     scalings = {}
     for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ModelError(f'{where}: {key} must be an object, found {table!r}')
         kind = table.get('rope_type', table.get('type', 'default'))
         name = f'{where}: {key} of type {kind!r}'
         if kind not in ('default', 'llama3') or (kind == 'default' and 'factor' in table):
