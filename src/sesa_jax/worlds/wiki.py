@@ -55,9 +55,9 @@ FRAMES = {
     ),
 }
 # Capitalised words that begin a sentence without being part of the name behind them.
-_OPENERS = frozenset(
-    'A After Although An And As At Before But By During For From He Her His If In It Its Like Most Of On She Since So '
-    'The Their They This Through To Under Unlike Until When While With'.split()
+_OPENERS = re.compile(
+    'A|After|Although|An|And|As|At|Before|But|By|During|For|From|He|Her|His|If|In|It|Its|Like|Most|Of|On|She|Since|So|'
+    'The|Their|They|This|Through|To|Under|Unlike|Until|When|While|With'
 )
 _SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z"“(])')
 _IS = re.compile(r'\b(?:is|was|are|were) (?:(?:one of )?the|an?) ')
@@ -65,10 +65,10 @@ _END = re.compile(
     r'[,;.:(]|\b(?:who|that|which|and|whose|where|from|with|for|as|by|used|it|he|she|located|situated|known|primarily|'
     r'comprising|consisting|including|spanning|written|active|bordering|bordered|found|made)\b'
 )
-_DANGLING = frozenset('northern southern eastern western north south largest totality first second'.split())
+_DANGLING = re.compile('northern|southern|eastern|western|north|south|largest|totality|first|second|formed|spoken')
 # How else a first sentence calls its subject: 'X, also known as Y', 'X, officially the Y'.
 _ALSO = re.compile(r'(?:\b(?:known|called|referred to)\b(?: \w+ly)?(?: as)?|\bofficially) (?:the )?([A-Z][^,;.()]*)')
-_PARTICLES = frozenset('of the and de da del di la le van von der den bin ibn bint al i y du ten'.split())
+_PARTICLES = re.compile('of|the|and|de|da|del|di|la|le|van|von|der|den|bin|ibn|bint|al|i|y|du|ten')
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Article:
             return ''
         said = _END.split(sentence[verb.end() :], 1)[0].strip()
         words = said.split()
-        return said if 2 <= len(words) <= 12 and words[-1].lower() not in _DANGLING else ''
+        return said if 2 <= len(words) <= 12 and not _DANGLING.fullmatch(words[-1].lower()) else ''
 
     @functools.cached_property
     def aliases(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Article:
         if verb is not None:
             subject = re.sub(r'\s*\([^()]*\)', '', self.text[: verb.start()])
             whole = subject.split(',')[0].split(' or ')[0]
-            are_capital = all(w[0].isupper() or w in _PARTICLES for w in WORD.findall(whole))
+            are_capital = all(w[0].isupper() or _PARTICLES.fullmatch(w) for w in WORD.findall(whole))
             if are_capital and {w for w in WORD.findall(plain) if len(w) > 2} <= set(WORD.findall(whole)):
                 found.append(whole)
             found += [hit[1].split(' or ')[0].split(' and ')[0] for hit in _ALSO.finditer(subject)]
@@ -229,7 +229,8 @@ class World:
         hidden += [f'{gold}s' for gold in hidden]
         if any(f' {gold} ' in told for gold in hidden):
             return None
-        if any(f' {gold} ' in f' {normalise(start)} ' for name in (*middle, end) for gold in self.articles[name].normal_golds):
+        first = f' {normalise(start)} '
+        if any(f' {gold} ' in first for name in (*middle, end) for gold in self.articles[name].normal_golds):
             return None
         return frame.format(start=start, middle=said[0], end=said[-1])
 
@@ -296,11 +297,12 @@ def _mentions(text: str, tokens: Sequence[re.Match[str]], phrases: Phrases) -> I
             continue
         name, length = hit
         first, last = tokens[place], tokens[place + length - 1]
-        before, after = tokens[place - 1] if place else None, tokens[place + length] if place + length < len(tokens) else None
-        is_piece = (
-            before is not None and text[before.end() : first.start()] in (' ', '-') and before[0][0].isupper()
-            and before[0] not in _OPENERS
-        ) or (after is not None and text[last.end() : after.start()] in (' ', '-') and after[0][0].isupper())  # fmt: skip
+        is_piece = False  # of a longer name: 'Mars' in 'Bruno Mars' and in 'Mars Pathfinder'
+        if place and text[tokens[place - 1].end() : first.start()] in (' ', '-'):
+            before = tokens[place - 1][0]
+            is_piece = before[0].isupper() and not _OPENERS.fullmatch(before)
+        if place + length < len(tokens) and text[last.end() : tokens[place + length].start()] in (' ', '-'):
+            is_piece = is_piece or tokens[place + length][0][0].isupper()
         if text[first.start() : last.end()] == name and not is_piece:
             yield name
         place += length
