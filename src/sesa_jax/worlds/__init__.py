@@ -38,9 +38,9 @@ class World(Protocol):
 
 def build(run: Run) -> World:
     """The world that a run plays in. ConfigError for a file or a package that is missing, malformed or changed."""
-    world = run.world
-    if world.digests and world.digests != _digests(run):
-        changed = [n for n, old, new in zip(FILES, world.digests, _digests(run), strict=True) if old != new]
+    world, digests = run.world, _digests(run)
+    if world.digests and world.digests != digests:
+        changed = [name for name, old, new in zip(FILES, world.digests, digests, strict=True) if old != new]
         raise ConfigError(
             f'the {" and the ".join(changed)} of --world {world.name} changed since this run began '
             f'({", ".join(getattr(world, n) or n for n in changed)}); put the old files back, or begin another run'
@@ -77,7 +77,8 @@ FILES = ('corpus', 'answers', 'questions')
 
 
 def pin(run: Run) -> Run:
-    """The run with the digests of what its world reads, which a resumed run must find unchanged."""
+    """The run with the digests of what its world reads, which a resumed run must find unchanged. Raises as `build`."""
+    build(run)
     return dataclasses.replace(run, world=dataclasses.replace(run.world, digests=_digests(run)))
 
 
