@@ -289,7 +289,7 @@ def from_command_line(arguments: Sequence[str], description: str = '', saved: Ru
     """
     run = saved
     if run is None:
-        known = _first_look(arguments)
+        known = first_look(arguments)
         world = 'lab' if known.model == 'tiny' else 'wiki'
         if known.world in typing.get_args(WorldName):  # tyro refuses any other with the list of choices
             world = known.world
@@ -310,11 +310,11 @@ def from_command_line(arguments: Sequence[str], description: str = '', saved: Ru
 
 def folder_to_resume(arguments: Sequence[str]) -> str | None:
     """`--run-dir` where `--resume` stands beside it, before anything else is read."""
-    known = _first_look(arguments)
+    known = first_look(arguments)
     return known.run_dir if known.resume and known.run_dir else None
 
 
-def _first_look(arguments: Sequence[str]) -> argparse.Namespace:
+def first_look(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags that decide the defaults of all others. Both spellings of a name, as tyro takes them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument('--model', default='tiny')

@@ -10,9 +10,9 @@ nobody makes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -329,3 +329,22 @@ def record(transcript: Transcript) -> Demonstration:
         else:
             segments.append((kind, text))
     return Demonstration(transcript.user, tuple(segments))
+
+
+def encode(
+    demonstration: Demonstration, tokenizer: Any, weight_of: Mapping[str, float], observation: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids i32[T] and loss weights f32[T] of a demonstration, encoded in the pieces that a rollout has.
+
+    weight_of: of 'context' (the prompt), 'observation', 'think' and 'act'. observation: most tokens of one block.
+    """
+    ids = list(tokenizer.chat(None, demonstration.user))
+    weights = [weight_of['context']] * len(ids)
+    for kind, segment in demonstration.segments:
+        if isinstance(segment, Search):
+            piece = episode.encode_observation(tokenizer.encode, segment, observation)
+        else:
+            piece = tokenizer.encode(segment)
+        ids += piece
+        weights += [weight_of[kind]] * len(piece)
+    return np.asarray(ids, np.int32), np.asarray(weights, np.float32)
