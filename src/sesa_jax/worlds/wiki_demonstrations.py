@@ -40,13 +40,10 @@ class Players:
         self._handwritten = [card.shown() for card in priming.handwritten()]
         # By number of hops and answer: a country that everything names would fill the stream otherwise.
         self._chains: dict[int, dict[str, list[tuple[str, ...]]]] = {}
-        rng = np.random.default_rng(0)
         for hops in HOPS:
-            by_answer: dict[str, list[tuple[str, ...]]] = {}
+            self._chains[hops] = {}
             for chain in world.chains('train', hops):
-                if any(world.ask(chain, rng, by=by) for by in ('description', 'predicate')):
-                    by_answer.setdefault(chain[-1], []).append(chain)
-            self._chains[hops] = by_answer
+                self._chains[hops].setdefault(chain[-1], []).append(chain)
 
     def play(self, rng: np.random.Generator) -> Demonstration:
         """One demonstration, of either role, with one or two hops."""
