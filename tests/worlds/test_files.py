@@ -1,18 +1,15 @@
 """People's own files: each format that is promised, each fault with its place, and a split that does not leak."""
 
 import json
-import os
 import pathlib
 
 import pytest
+from assets import QA, needs_qa
 
 from sesa_jax.config import ConfigError
 from sesa_jax.records import Document, Question, Target
 from sesa_jax.worlds import files
 from sesa_jax.worlds.naming import names_one_of
-
-QA = os.environ.get('SESA_TEST_QA', '')
-needs_qa = pytest.mark.skipif(not QA, reason='SESA_TEST_QA does not name a folder of question files')
 
 
 def lines(path: pathlib.Path, *rows) -> str:
@@ -220,7 +217,7 @@ REAL = {
 @needs_qa
 @pytest.mark.parametrize('name', REAL)
 def test_each_real_file_loads_or_says_what_it_lacks(name):
-    path = pathlib.Path(QA) / name
+    path = QA / name
     for what, expected in zip(('corpus', 'answers', 'questions'), REAL[name], strict=True):
         read = getattr(files, f'read_{what}')
         if isinstance(expected, int):
@@ -233,7 +230,7 @@ def test_each_real_file_loads_or_says_what_it_lacks(name):
 @needs_qa
 @pytest.mark.parametrize('name', [name for name, (_, _, questions) in REAL.items() if isinstance(questions, int)])
 def test_the_split_of_real_questions_does_not_leak(name):
-    world = files.World(0, (), (), files.read_questions(pathlib.Path(QA) / name))
+    world = files.World(0, (), (), files.read_questions(QA / name))
     train = world.questions('train', 10**6, 0)
     assert len(train) >= 70 and len(world.questions('held_out', 10**6, 0)) >= 50
     assert not any(names_one_of(question.text, world.held_out_names) for question in train)

@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from assets import needs_wiki
 
 from sesa_jax.config import ConfigError
 from sesa_jax.evals.score import normalise
@@ -13,16 +14,6 @@ from sesa_jax.worlds import wiki
 from sesa_jax.worlds.naming import Phrases, names_one_of
 from sesa_jax.worlds.search import WORD, Corpus
 from sesa_jax.worlds.wiki import Article
-
-
-def installed() -> bool:
-    try:
-        return importlib.metadata.version(wiki.PACKAGE) == wiki.VERSION
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-needs_package = pytest.mark.skipif(not installed(), reason=f'needs the package: {wiki.INSTALL}')
 
 
 @pytest.fixture(scope='module')
@@ -109,7 +100,7 @@ def test_a_mention_is_a_whole_name_as_it_is_spelled():
 # --- with it ----------------------------------------------------------------------------------------------------------
 
 
-@needs_package
+@needs_wiki
 def test_every_summary_is_there_and_none_is_lost(world):
     assert len(world.articles) == 10_033
     assert len({document.id for document in world.documents}) == len(world.documents) == 11_155
@@ -119,13 +110,13 @@ def test_every_summary_is_there_and_none_is_lost(world):
     assert all(' '.join(by_title[title]) == article.text for title, article in world.articles.items())
 
 
-@needs_package
+@needs_wiki
 def test_names_are_no_common_words(world):
     assert {'Timbuktu', 'John Wycliffe', 'Kannada', 'Great Game'} <= world.names
     assert world.names.isdisjoint({'Hat', 'Bronze', 'Opinion poll', 'Casablanca (film)'})
 
 
-@needs_package
+@needs_wiki
 def test_equal_seeds_give_equal_worlds_and_others_another_split(world, asked):
     again = wiki.build(3)
     assert again.held_out_names == world.held_out_names
@@ -134,7 +125,7 @@ def test_equal_seeds_give_equal_worlds_and_others_another_split(world, asked):
     assert wiki.build(4).held_out_names != world.held_out_names
 
 
-@needs_package
+@needs_wiki
 @pytest.mark.parametrize('part', ['train', 'held_out'])
 def test_a_question_is_a_chain_of_articles_that_name_each_other(world, asked, part):
     cells = {}
@@ -157,7 +148,7 @@ def test_a_question_is_a_chain_of_articles_that_name_each_other(world, asked, pa
     assert len({question.id for question in asked[part]}) == 120
 
 
-@needs_package
+@needs_wiki
 def test_training_never_names_what_is_held_out(world, asked):
     targets = [target for step in range(1, 30) for target in world.targets(32, step, 0)]
     assert len({target.answer for target in targets}) > 800
@@ -167,7 +158,7 @@ def test_training_never_names_what_is_held_out(world, asked):
     assert len({target.answer for target in targets[:32]}) == 32  # each once a step
 
 
-@needs_package
+@needs_wiki
 def test_a_description_that_fits_two_things_makes_no_question(world):
     rng = np.random.default_rng(0)
     where, name = next((a, b) for a, names in world.links.items() for b in names if world.called(b, a))
@@ -179,7 +170,7 @@ def test_a_description_that_fits_two_things_makes_no_question(world):
     assert changed.ask((where, name), rng) is None
 
 
-@needs_package
+@needs_wiki
 def test_a_title_finds_its_own_article(world):
     corpus = Corpus(world.documents)
     titles = list(world.articles)[::40]
