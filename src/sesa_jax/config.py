@@ -294,10 +294,10 @@ def from_command_line(arguments: Sequence[str], description: str = '', saved: Ru
         if known.world in typing.get_args(WorldName):  # tyro refuses any other with the list of choices
             world = known.world
         run = Run(model=known.model)
-        if known.model == 'tiny' and world == 'lab':
-            run = lab_preset(run)
-        elif known.size == 'small':
+        if known.size == 'small':
             run = small_preset(run)
+        elif known.model == 'tiny' and world == 'lab':
+            run = lab_preset(run)
         run = replace(run, world=replace(run.world, name=world))
         if known.method in METHODS:
             run = with_method(run, known.method)

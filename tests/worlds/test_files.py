@@ -7,6 +7,7 @@ import pytest
 from assets import QA, needs_qa
 
 from sesa_jax.config import ConfigError
+from sesa_jax.evals import dual_path
 from sesa_jax.records import Document, Question, Target
 from sesa_jax.worlds import files
 from sesa_jax.worlds.naming import names_one_of
@@ -196,6 +197,14 @@ def test_answers_that_are_all_held_out_are_refused(tmp_path):
     answers = lines(tmp_path / 'a', {'answer': 'Babbage'})
     with pytest.raises(ConfigError, match='each of the 1 rows of --answers is an answer of a held-out question'):
         files.build(0, corpus, answers, asked)
+
+
+def test_without_questions_there_is_nothing_to_measure_and_nothing_held_out(tmp_path):
+    corpus, answers = lines(tmp_path / 'c', {'title': 'A', 'text': 'x'}), lines(tmp_path / 'a', {'answer': 'A'})
+    world = files.build(0, corpus, answers)
+    assert (world.questions('held_out', 9, 0), world.questions('train', 9, 0), world.held_out_names) == ((), (), set())
+    result = dual_path.evaluate((), {'base': {}, 'off': {}}, step=1)
+    assert '-' in dual_path.summary(result) and dual_path.table(result)
 
 
 # --- real files -------------------------------------------------------------------------------------------------------

@@ -153,7 +153,8 @@ def test_a_question_is_a_chain_of_articles_that_name_each_other(world, asked, pa
 def test_training_never_names_what_is_held_out(world, asked):
     targets = [target for step in range(1, 30) for target in world.targets(32, step, 0)]
     assert len({target.answer for target in targets}) > 800
-    for text in [*(text for q in asked['train'] for text in (q.text, q.answers[0])), *(gold for target in targets for gold in target.golds)]:
+    texts = [text for question in asked['train'] for text in (question.text, question.answers[0])]
+    for text in [*texts, *(gold for target in targets for gold in target.golds)]:
         assert not names_one_of(text, world.held_out_names), text
     assert {target.hops for target in targets} == {1, 2}
     assert len({target.answer for target in targets[:32]}) == 32  # each once a step
