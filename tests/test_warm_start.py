@@ -116,40 +116,41 @@ def test_a_demonstration_is_learned_where_the_policy_acts(shown):
         assert learned == ''.join(text for kind, text in demonstration.segments if kind in ('think', 'act'))
 
 
-SMALL = (
-    '--model', 'tiny', '--world', 'wiki', '--steps', '3', '--rows', '2', '--tokens', '2048', '--documents', '1',
-    '--observation', '128', '--checkpoint-every', '2', '--learning-rate', '1e-3', '--warmup', '1',
-)  # fmt: skip
+COURSES = {
+    'wiki': ('--model', 'tiny', '--world', 'wiki', '--rows', '2', '--documents', '1', '--observation', '128',
+             '--learning-rate', '1e-3', '--warmup', '1', '--tokens', '2048'),
+    'lab': ('--start', str(TINY), '--tokens', '640', '--warmup', '1'),
+}  # fmt: skip
 
 
-@needs_wiki
 @pytest.mark.slow
-def test_killed_and_resumed_it_ends_with_the_same_bytes(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('course', ['lab', pytest.param('wiki', marks=needs_wiki)])
+def test_killed_and_resumed_it_ends_with_the_same_bytes(course, tmp_path, monkeypatch, capsys):
+    flags = (*COURSES[course], '--steps', '3', '--checkpoint-every', '2', '--say-every', '1')
     whole, broken = tmp_path / 'whole', tmp_path / 'broken'
-    assert warm_start.main([*SMALL, str(whole)]) == 0
+    assert warm_start.main([*flags, str(whole)]) == 0
     assert 'step 3/3 loss' in capsys.readouterr().out
     assert not (whole / 'checkpoints').exists()
-    before = (TINY / 'model.safetensors').read_bytes()
-    after = (whole / 'model.safetensors').read_bytes()
+    before, after = ((folder / 'model.safetensors').read_bytes() for folder in (TINY, whole))
     assert len(before) == len(after) and before != after
 
     class Killed(BaseException):
         pass
 
-    update, calls = warm_start.learner.update, itertools.count(1)
+    tell = warm_start.Teller.step
 
-    def dies(*arguments, **options):
-        if next(calls) == 3:
+    def dies(teller, step, *arguments, **options):
+        if step == 3:
             raise Killed
-        return update(*arguments, **options)
+        tell(teller, step, *arguments, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(warm_start.learner, 'update', dies)
-        warm_start.main([*SMALL, str(broken)])
+        patch.setattr(warm_start.Teller, 'step', dies)
+        warm_start.main([*flags, str(broken)])
     assert [child.name for child in (broken / 'checkpoints').iterdir()] == ['00002']
-    assert warm_start.main([*SMALL, str(broken)]) == 2  # without --resume
-    assert warm_start.main([*SMALL, '--rows', '3', '--resume', str(broken)]) == 2  # another stream
-    assert warm_start.main([*SMALL, '--resume', str(broken)]) == 0
+    assert warm_start.main([*flags, str(broken)]) == 2  # without --resume
+    assert warm_start.main([*flags, '--seed', '3', '--resume', str(broken)]) == 2  # another stream
+    assert warm_start.main([*flags, '--resume', str(broken)]) == 0
     assert (broken / 'model.safetensors').read_bytes() == after
 
 
