@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import evaluate
-from sesa_jax import config
+from sesa_jax import config, worlds
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.evals import dual_path
 from sesa_jax.host.client import BankState, HostClient, HostError, HostProcess
@@ -269,12 +269,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             saved = config.from_json(folder.read_config())
             run = config.from_command_line(arguments, __doc__, saved)
             config.refuse_changes(run, saved)
+            worlds.build(run)  # refuses files that changed
             backbone = setup.load(run)
         else:
             run = config.from_command_line(arguments, __doc__)
             backbone = setup.load(run)  # refuses a bad model before the folder is made
             if run.memory_priming:
                 check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
+            run = worlds.pin(run)
             folder = RunFolder.create(run.run_dir or default_folder(run), config.to_json(run))
         with folder, Reporter(run.steps, f'{run.method} · {run.model} · seed {run.seed}') as reporter:
             reporter.say(describe(run, folder))

@@ -14,7 +14,7 @@ def test_without_flags_is_the_lab():
 
 def test_another_model_gets_the_papers_defaults():
     run = from_command_line(['--model', 'some/folder'])
-    assert config.difference(run) == {'model': ('some/folder', 'tiny')}
+    assert config.difference(run) == {'model': ('some/folder', 'tiny'), 'world.name': ('wiki', 'lab')}
 
 
 @pytest.mark.parametrize(

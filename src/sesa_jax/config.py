@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os.path
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 Method = Literal['sesa', 'ssp', 'skillrl', 'search-r1']
+WorldName = Literal['lab', 'wiki', 'files']
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class World:
-    name: Literal['lab'] = 'lab'
+    name: Annotated[WorldName, tyro.conf.arg(aliases=['--world'])] = 'lab'
+    """lab: made up, from the seed. wiki: 10,033 Wikipedia summaries. files: your own corpus, answers and questions."""
+    corpus: Annotated[str, tyro.conf.arg(aliases=['--corpus'])] = ''
+    """Files: passages to search (`id, contents` or `title, text`; `worlds/files.py` has the formats)."""
+    answers: Annotated[str, tyro.conf.arg(aliases=['--answers'])] = ''
+    """Files: target answers for self-play."""
+    questions: Annotated[str, tyro.conf.arg(aliases=['--questions'])] = ''
+    """Files: questions to measure with; the methods without self-play train on a part of them."""
     pointer_share: float = 0.25
     """Lab: share of entity passages that name the key words of their hard relation."""
+    digests: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """SHA-256 of what the world reads, written when a run begins; a resumed run refuses other files."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,8 @@ class Run:
 
     model: str = 'tiny'
     """A backbone's name, a local Hugging Face folder, or OWNER/NAME of a hub."""
+    size: Literal['paper', 'small'] = 'paper'
+    """small: the whole loop of a real model on real text within a laptop's means; results mean nothing."""
     method: Method = 'sesa'
     """A corner of the 2x2 (questions: data set or self-play; memory: none or skill cards); sets the fields below."""
     steps: int = 1950
@@ -255,6 +268,24 @@ def lab_preset(run: Run) -> Run:
     )
 
 
+def small_preset(run: Run) -> Run:
+    """A real model on real text, small: to see that everything works before paying for the paper's sizes."""
+    return replace(
+        run,
+        size='small',
+        steps=10,
+        checkpoint_every=1,
+        problems=4,
+        row_buckets=(4, 8),
+        challenger=replace(run.challenger, max_turns=4),
+        solver=replace(run.solver, max_turns=4, rollouts=2),
+        lengths=Lengths(prompt=768, response=1024, observation=256, turn=128, documents=2),  # 450 are instruction, cards
+        bank=replace(run.bank, bootstrap_steps=1, mined=10, at_least=2),
+        grpo=replace(run.grpo, mini_batch=4, micro_batch_tokens=2048),
+        evaluation=Evaluation(per_cell=4, validate_per_cell=2),
+    )
+
+
 # --- from the command line, to JSON and back --------------------------------------------------------------------------
 
 
@@ -266,27 +297,37 @@ def from_command_line(arguments: Sequence[str], description: str = '', saved: Ru
     """
     run = saved
     if run is None:
-        known = _first_look(arguments)
+        known = first_look(arguments)
+        world = 'lab' if known.model == 'tiny' else 'wiki'
+        if known.world in typing.get_args(WorldName):  # tyro refuses any other with the list of choices
+            world = known.world
         run = Run(model=known.model)
-        if known.model == 'tiny':
+        if known.size == 'small':
+            run = small_preset(run)
+        elif known.model == 'tiny' and world == 'lab':
             run = lab_preset(run)
-        if known.method in METHODS:  # tyro refuses any other with the list of choices
+        run = replace(run, world=replace(run.world, name=world))
+        if known.method in METHODS:
             run = with_method(run, known.method)
     run = tyro.cli(Run, default=run, args=list(arguments), description=description)
+    paths = {name: os.path.abspath(os.path.expanduser(path)) for name, path in _paths(run.world).items() if path}
+    run = replace(run, world=replace(run.world, **paths))  # a run goes on from whatever folder it is resumed in
     check(run)
     return run
 
 
 def folder_to_resume(arguments: Sequence[str]) -> str | None:
     """`--run-dir` where `--resume` stands beside it, before anything else is read."""
-    known = _first_look(arguments)
+    known = first_look(arguments)
     return known.run_dir if known.resume and known.run_dir else None
 
 
-def _first_look(arguments: Sequence[str]) -> argparse.Namespace:
+def first_look(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags that decide the defaults of all others. Both spellings of a name, as tyro takes them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument('--model', default='tiny')
+    parser.add_argument('--world', '--world.name', default='')
+    parser.add_argument('--size', default='paper')
     parser.add_argument('--method', default='sesa')
     parser.add_argument('--run-dir', '--run_dir', default='')
     parser.add_argument('--resume', action='store_true')
@@ -294,6 +335,10 @@ def _first_look(arguments: Sequence[str]) -> argparse.Namespace:
         return parser.parse_known_args(arguments)[0]
     except SystemExit as error:  # argparse has said which flag lacks its value
         raise ConfigError('a flag has no value') from error
+
+
+def _paths(world: World) -> dict[str, str]:
+    return {'corpus': world.corpus, 'answers': world.answers, 'questions': world.questions}
 
 
 def refuse_changes(run: Run, saved: Run) -> None:
@@ -352,8 +397,29 @@ def check(run: Run) -> None:
     for is_on, flag, is_met, what in needs:
         if is_on and not is_met:
             raise ConfigError(f'{flag} needs {what}, which --method {run.method} does not have')
+    check_world(run)
     if run.resume and not run.run_dir:
         raise ConfigError('--resume needs --run-dir, the folder of the run to go on with')
+
+
+def check_world(run: Run) -> None:
+    """Raises ConfigError where the world lacks a file that the method needs, or is given what another world takes."""
+    world = run.world
+    if world.name != 'files':
+        for name, path in _paths(world).items():
+            if path:
+                raise ConfigError(f'--{name} is for --world files, but the world is {world.name}')
+    if world.name != 'lab' and world.pointer_share != World().pointer_share:
+        raise ConfigError(f'--world.pointer-share is for --world lab, but the world is {world.name}')
+    if world.name != 'files':
+        return
+    for is_needed, name, why in [
+        (True, 'corpus', 'a corpus to search'),
+        (run.self_play, 'answers', f'target answers for the self-play of --method {run.method}'),
+        (not run.self_play, 'questions', f'the questions that --method {run.method} trains on'),
+    ]:
+        if is_needed and not _paths(world)[name]:
+            raise ConfigError(f'--world files needs --{name} FILE: {why}')
 
 
 def to_json(run: Run) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sesa_jax import config, records
-from sesa_jax.config import Run
+from sesa_jax import config, records, worlds
 from sesa_jax.host import judge
 from sesa_jax.host.schema import (
     Conflict,
@@ -34,7 +33,7 @@ from sesa_jax.host.schema import (
     text,
     whole,
 )
-from sesa_jax.records import Document, Failure
+from sesa_jax.records import Failure
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.skills import card as cards
 from sesa_jax.skills.card import DraftCard
@@ -50,16 +49,6 @@ CARD = record(cards.draft_from_json, cards.to_json, 'card')
 FAILURE = record(records.failure_from_json, records.to_json, 'failure')
 
 
-def documents_of(run: Run) -> tuple[Document, ...]:
-    """The passages of the world that a run plays in."""
-    match run.world.name:
-        case 'lab':
-            from sesa_jax.worlds import lab
-
-            return lab.build(run.seed, pointer_share=run.world.pointer_share).documents
-    raise config.ConfigError(f'there is no world named {run.world.name!r}')
-
-
 class Service:
     """The endpoints of one run. Made before the event loop runs; `close` when it ends.
 
@@ -69,7 +58,7 @@ class Service:
     def __init__(self, data: Mapping[str, Any], run_dir: Path):
         self._run = config.from_json(data)
         self._path = RunFolder(run_dir).bank
-        self._corpus = Corpus(documents_of(self._run))
+        self._corpus = Corpus(worlds.build(self._run).documents)
         self._bank: Bank | None = None
         self._snapshot: Snapshot | None = None
         self._job: tuple[int, asyncio.Future[tuple[list[DraftCard], str | None]]] | None = None

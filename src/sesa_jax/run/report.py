@@ -121,7 +121,8 @@ def _assets() -> Any:
 
 
 def _validation(steps: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> charts.Curve | None:
-    names = {'all': 'validation/solve_rate', 'easy': 'validation/easy', 'hard': 'validation/hard'}
+    kinds = sorted({kind for row in rows for kind in get(row, 'validation') or {}} - {'solve_rate', 'n'})
+    names = {'all': 'validation/solve_rate'} | {kind: f'validation/{kind}' for kind in kinds}
     return charts.curve(steps, {label: [get(row, name) for row in rows] for label, name in names.items()}, top=1.0)
 
 

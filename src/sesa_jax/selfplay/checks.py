@@ -6,11 +6,10 @@ makes it (`host/judge.py`), and `challenger.py` asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from sesa_jax.config import Challenger
 from sesa_jax.evals.score import normalise
 from sesa_jax.records import Target, Trajectory
+from sesa_jax.worlds.naming import names_one_of
 
 # In the order in which they are asked. 'outage' is no fault of the question: the row is left out, not punished.
 REASONS = (
@@ -34,7 +33,7 @@ def leaks(question: str, target: Target) -> bool:
 
 
 def fault(
-    trajectory: Trajectory, target: Target, limits: Challenger, held_out: Set[str] = frozenset()
+    trajectory: Trajectory, target: Target, limits: Challenger, held_out: frozenset[str] = frozenset()
 ) -> str | None:
     """The first reason why the question of a challenger's rollout is not valid, or None.
 
@@ -59,6 +58,6 @@ def fault(
         return 'repeated search'
     if not limits.answer_in_search and any(leaks(query, target) for query in queries):
         return 'answer in search'
-    if any(word.strip('.,?!;:\'"') in held_out for word in words):
+    if names_one_of(question, held_out):
         return 'held out'
     return None

@@ -14,7 +14,7 @@ from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Question, Role, Target, Trajectory
 from sesa_jax.rollout.engine import Engine, Request
 from sesa_jax.selfplay import prompts
-from sesa_jax.worlds.lab import World
+from sesa_jax.worlds import World
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from sesa_jax import worlds
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.grpo import learner
 from sesa_jax.host.client import HostClient
@@ -24,7 +25,6 @@ from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Role
 from sesa_jax.rollout.engine import Engine
 from sesa_jax.selfplay.game import Game
-from sesa_jax.worlds import lab
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def deployment(backbone: Backbone) -> Callable[[Params], Params]:
 
 
 def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:
-    """The parts of the game. The world is a pure function of the seed, so the host process has the same one."""
-    world = lab.build(run.seed, pointer_share=run.world.pointer_share)
+    """The parts of the game. The world is a pure function of the run, so the host process has the same one."""
+    world = worlds.build(run)
     return Game(
         run=run,
         world=world,
@@ -103,9 +103,5 @@ def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:
         host=host,
         mesh=backbone.mesh,
         deployed=deployment(backbone),
-        training_questions=() if run.self_play else world.questions('train', TRAINING_PER_CELL, run.seed),
+        training_questions=() if run.self_play else worlds.training_questions(run, world),
     )
-
-
-TRAINING_PER_CELL = 200
-"""Questions per class and number of hops in the fixed training set of the methods without self-play."""

@@ -3,18 +3,26 @@
 A player sees the world only as a person with its habits would: the naive solver knows relation words, the keyed one the
 key words, the card reader the cards in its prompt, the challenger the types of things. All of them really search.
 Transcripts are lists of segments, so that prompt, actions and observations are encoded apart, as in a rollout.
+
+`play` makes the stream that `tiny` learns from. Its draws are the recipe of the shipped weights: a draw more or less, and
+nobody makes them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from sesa_jax.records import Document
+from sesa_jax.records import Document, Search, Target
+from sesa_jax.rollout import episode
+from sesa_jax.selfplay import prompts
+from sesa_jax.skills import priming
+from sesa_jax.worlds import lab
 from sesa_jax.worlds.lab import World, ask, words
+from sesa_jax.worlds.search import Corpus
 
 SearchDocuments = Callable[[str], Sequence[Document]]
 Segment = tuple[Literal['think', 'act', 'search'], str]
@@ -204,3 +212,139 @@ def _states(world: World, documents: Sequence[Document], fact) -> bool:
     return read_fact(world, documents, fact.subject, fact.relation) == fact.object and any(
         fact.object in d.text and d.title != f'{fact.subject} {fact.relation}' for d in documents
     )
+
+
+# --- the stream -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What the stream is made of."""
+
+    world_size: float = 0.35
+    challenger_share: float = 0.2
+    no_card_share: float = 0.18
+    easy_card_share: float = 0.7
+    """How often a hop of an easy relation has a card of its own."""
+    invented_share: float = 0.75
+    """How often the template of such a card is made up, so that following it is all there is to learn."""
+    one_hop_share: float = 0.4
+    """Share of chains cut to one hop: short rows, more copying a token."""
+    follow_pointer: float = 0.3
+    """How often the solver of the demonstrations follows a pointer: what a policy without cards can get better at."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A transcript with what was read after each search."""
+
+    user: str
+    segments: tuple[tuple[str, str | Search], ...]  # kind 'think' or 'act' and its text, or 'observation'
+
+    def text(self) -> list[str]:
+        return [self.user, *(episode.observation(s) if isinstance(s, Search) else s for _, s in self.segments)]
+
+
+def play(world_seed: int, rng: np.random.Generator, mix: Mix, hops: int, count: int) -> list[Demonstration]:
+    """`count` demonstrations of up to `hops` hops in one fresh world of the warm half."""
+    world = lab.build(world_seed, pool='warm', size=mix.world_size, made_up_relations=bool(rng.random() < 0.6))
+    corpus = Corpus(world.documents)
+    engine = lambda query: corpus.search([query], 2)[0]  # noqa: E731
+    chains = {h: world.chains('train', h) + world.chains('held_out', h) for h in range(1, hops + 1)}
+    hard = {h: [c for c in chains[h] if any(world.relations[n].is_hard for n in c[1])] for h in chains}
+    handwritten = [card.shown() for card in priming.handwritten()]
+    made: list[Demonstration] = []
+    while len(made) < count:
+        kind = rng.random()
+        depth = 1 if rng.random() < mix.one_hop_share else int(rng.integers(1, hops + 1))
+        if kind < mix.challenger_share:
+            transcript = _challenger(world, engine, depth, rng)
+        else:
+            pick = hard[depth] if rng.random() < 0.6 else chains[depth]
+            chain = pick[int(rng.integers(len(pick)))]
+            transcript = _solver(world, engine, chain, rng, mix, handwritten, with_cards=kind < 1 - mix.no_card_share)
+        if transcript is not None:
+            made.append(record(transcript))
+    return made
+
+
+def _challenger(world, engine, hops: int, rng) -> Transcript | None:
+    names = list(world.backward)
+    people = [n for n in names if world.types[n] == 'person']
+    answer = str(rng.choice(people if rng.random() < 0.5 else names))
+    user = prompts.challenger(Target(answer, hops=hops), (), 'short')
+    transcript, chain = challenge(world, engine, answer, hops, rng, user=user)
+    return transcript if chain is not None else None
+
+
+def _solver(world, engine, chain, rng, mix: Mix, handwritten: Sequence[str], *, with_cards: bool):
+    start, nouns, _ = chain
+    question = lab.ask(world, start, nouns, rng)
+    cards: list[ShownCard] = []
+    if with_cards:
+        for noun in nouns:
+            relation = world.relations[noun]
+            if relation.is_hard and rng.random() < 0.75:
+                template = '{entity} ' + ' '.join(relation.keys)
+                cards.append(make_card(noun, template, rng))
+            elif not relation.is_hard and rng.random() < mix.easy_card_share:
+                is_invented = rng.random() < mix.invented_share
+                template = invent_template(rng) if is_invented else f'{{entity}} {noun}'
+                cards.append(make_card(noun, template, rng))
+        cards = cards[:3]
+        others = [n for n in world.relations if n not in nouns]
+        while len(cards) < 3 and rng.random() < 0.93:
+            if rng.random() < 0.25:
+                cards.append(ShownCard('', '', str(rng.choice(handwritten))))
+            else:
+                noun = str(rng.choice(others))
+                keys = world.relations[noun].keys
+                template = f'{{entity}} {noun}' if keys is None else '{entity} ' + ' '.join(keys)
+                template = invent_template(rng) if rng.random() < 0.2 else template
+                cards.append(make_card(noun, template, rng))
+        cards = [cards[i] for i in rng.permutation(len(cards))]
+    user = prompts.solver(question, [c.text for c in cards], 'short')
+    transcript, answer = solve(
+        world,
+        engine,
+        start,
+        nouns,
+        question,
+        rng,
+        user=user,
+        cards=cards,
+        follow_pointer=mix.follow_pointer,
+        vary=0.08,
+    )
+    return transcript if answer else None
+
+
+def record(transcript: Transcript) -> Demonstration:
+    found: Iterator[Sequence[Document]] = iter(transcript.documents)
+    segments: list[tuple[str, str | Search]] = []
+    for kind, text in transcript.segments:
+        if kind == 'search':
+            documents = tuple(next(found))
+            segments.append(('observation', Search(text, documents, 'ok' if documents else 'empty', 0.0)))
+        else:
+            segments.append((kind, text))
+    return Demonstration(transcript.user, tuple(segments))
+
+
+def encode(
+    demonstration: Demonstration, tokenizer: Any, weight_of: Mapping[str, float], observation: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids i32[T] and loss weights f32[T] of a demonstration, encoded in the pieces that a rollout has.
+
+    weight_of: of 'context' (the prompt), 'observation', 'think' and 'act'. observation: most tokens of one block.
+    """
+    ids = list(tokenizer.chat(None, demonstration.user))
+    weights = [weight_of['context']] * len(ids)
+    for kind, segment in demonstration.segments:
+        if isinstance(segment, Search):
+            piece = episode.encode_observation(tokenizer.encode, segment, observation)
+        else:
+            piece = tokenizer.encode(segment)
+        ids += piece
+        weights += [weight_of[kind]] * len(piece)
+    return np.asarray(ids, np.int32), np.asarray(weights, np.float32)
