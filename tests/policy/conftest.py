@@ -51,15 +51,17 @@ def make_arch() -> Callable[..., Architecture]:
 
 
 @pytest.fixture(scope='session')
-def random_params() -> Callable[[Architecture, int], Any]:
-    """Parameters without a structure that could hide a fault: norm weights too are random, and nothing is small."""
+def random_params() -> Callable[..., Any]:
+    """Parameters without a structure that could hide a fault: norm weights too are random, and nothing is small.
+    matrices: standard deviation of the projections."""
 
-    def make(arch: Architecture, seed: int = 0) -> Any:
+    def make(arch: Architecture, seed: int = 0, matrices: float = 0.3) -> Any:
         rng = np.random.default_rng(seed)
 
         def value(spec: Spec) -> jax.Array:
             centre = 1.0 if spec.init == 'ones' else 0.0
-            return jnp.asarray(centre + 0.3 * rng.standard_normal(spec.shape), jnp.float32)
+            spread = matrices if spec.transpose else 0.3
+            return jnp.asarray(centre + spread * rng.standard_normal(spec.shape), jnp.float32)
 
         return jax.tree.map(value, abstract(arch), is_leaf=is_spec)
 

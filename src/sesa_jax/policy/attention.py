@@ -33,19 +33,26 @@ LONGEST_BLOCK = 128  # queries whose scores exist at once; a longer span is a lo
 
 
 def frequencies(arch: Architecture) -> np.ndarray:
-    """Radians per position of each pair, f64[H/2]; stretched as Llama 3.1 does where the architecture says so."""
-    plain = arch.rope_theta ** -(np.arange(0, arch.head_size, 2, dtype=np.float64) / arch.head_size)
+    """Radians per position of each pair, f32[H/2]; stretched as Llama 3.1 does where the architecture says so.
+
+    Every step is rounded to float32 as transformers does it: these are the angles that the weights were trained with,
+    and one unit in the last place of a frequency is 1e-4 radians at position 8,192.
+    """
+    one, exponents = np.float32(1), np.arange(0, arch.head_size, 2, dtype=np.float32) / np.float32(arch.head_size)
+    plain = one / (arch.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     if (scaling := arch.rope_scaling) is None:
         return plain
-    turns = scaling.original_max_positions * plain / (2 * math.pi)  # of each wave within the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: fast, as it was; 0: slow, fully stretched
-    return plain * (kept + (1 - kept) / scaling.factor)
+    context, factor = np.float32(scaling.original_max_positions), np.float32(scaling.factor)
+    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
+    wave = one / plain * np.float32(2 * math.pi)  # positions of one turn
+    kept = (one / wave * context - low) / (high - low)  # share that stays as it was
+    mixed = (one - kept) * plain / factor + kept * plain
+    return np.where(wave > context / low, plain / factor, np.where(wave < context / high, plain, mixed))
 
 
 def rotation(arch: Architecture, positions: jax.Array) -> Rotation:
     """Cosine and sine of the rotary angles of positions i32[B, T]."""
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies(arch), jnp.float32)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies(arch)
     return jnp.cos(angles), jnp.sin(angles)
 
 
