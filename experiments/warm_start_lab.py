@@ -74,6 +74,9 @@ class Recipe(demonstrations.Mix):
     """Loss weight of prompts and observations at the start, falling to 0 at the end: names that come again there teach
     copying early."""
     demonstrations_per_world: int = 48
+    soften: float = 1.0
+    """Temperature that is folded into the last norm of what is written: a policy that imitates a script is so certain that
+    the rollouts of a group hardly differ, and then there is nothing to learn from."""
     stop: int | None = None
     """Stop here on a schedule of `steps`."""
     checkpoint_every: int = 500
@@ -102,7 +105,8 @@ def prepare(recipe: Recipe) -> tuple[Any, Callable[..., Iterator[Any]], Callable
         return {'params': params, 'moments': moments}, {'loss': loss, 'right': right}
 
     def export(state: Any) -> None:
-        hf.save(recipe.out, TINY, state['params'], settings, recipe.start or recipe.out)
+        params = {**state['params'], 'final_norm': state['params']['final_norm'] / recipe.soften}
+        hf.save(recipe.out, TINY, params, settings, recipe.start or recipe.out)
 
     # The stream is one generator; what a resumed run has seen is made again and thrown away.
     stream = lambda done: itertools.islice(batches(tokenizer, recipe), done, None)  # noqa: E731

@@ -245,7 +245,7 @@ def lab_preset(run: Run) -> Run:
         row_buckets=(16, 32, 80),  # a compilation takes as long as many rows of tiny; 80 are the solver's 16 x 5
         challenger=replace(
             run.challenger,
-            temperature=0.5,  # at 1 a 0.9M-parameter policy miscopies names in most questions
+            temperature=0.4,  # at 1 a 0.9M-parameter policy miscopies names in most questions
             max_turns=6,
             min_words=5,  # 'Who is the founder of Velmar?' is a whole question here
             min_searches=1,  # the inverse of a fact is one search away
