@@ -53,8 +53,9 @@ class Grpo:
     """auto: on with bfloat16 compute, off with float32."""
     mini_batch: int = 128
     """Problems per optimizer step of the solver."""
-    remat: Literal['auto', 'layer', 'none'] = 'auto'
-    """Compute each layer again in the backward pass instead of keeping it; auto: from 50 million parameters on."""
+    remat: Literal['auto', 'none', 'nothing', 'projections'] = 'auto'
+    """What the backward pass keeps of a layer and need not compute again; none: no remat; auto: nothing, for models of
+    50 million parameters and more."""
     micro_batch_tokens: int = 16384
     """Padded tokens per forward and backward pass, over all devices."""
 

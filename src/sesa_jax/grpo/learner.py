@@ -83,8 +83,11 @@ def abstract_state(params: Params, optimizer: config.Optimizer) -> TrainState:
     return TrainState(params, moments, struct(jnp.int32(0), scalar))
 
 
-def use_remat(remat: str, arch: Architecture) -> bool:
-    return remat == 'layer' or (remat == 'auto' and parameter_count(arch) >= REMAT_FROM)
+def remat_policy(remat: str, arch: Architecture) -> str | bool:
+    """The `remat` of `transformer.hidden` for a value of `Grpo.remat`."""
+    if remat == 'auto':
+        remat = 'nothing' if parameter_count(arch) >= REMAT_FROM else 'none'
+    return False if remat == 'none' else remat
 
 
 def learning_rate(step: jax.Array | int, optimizer: config.Optimizer) -> jax.Array:
@@ -107,7 +110,7 @@ def update(
     mini_batch: int | None = None,
     mesh: Mesh | None = None,
     dtype: Any = jnp.float32,
-    remat: bool = False,
+    remat: str | bool = False,
     donate: bool = True,
 ) -> tuple[TrainState, dict[str, float]]:
     """One step of GRPO on one role's rows.
@@ -202,7 +205,7 @@ def lowered(
     """The programs of an update of (rows, tokens) for abstract arguments: name -> (lowers it, its array arguments)."""
     state = abstract_state(params, optimizer)
     layout = _Layout.of(state)
-    shared = _Shared(arch, arch.vocab, jnp.dtype(dtype).name, use_remat(grpo.remat, arch), mesh)
+    shared = _Shared(arch, arch.vocab, jnp.dtype(dtype).name, remat_policy(grpo.remat, arch), mesh)
     options = _Options.of(grpo, response_length, dtype)
     rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
     kinds = {
@@ -233,7 +236,7 @@ class _Shared:
     arch: Architecture
     allowed: int
     dtype: str
-    remat: bool
+    remat: str | bool
     mesh: Mesh | None
 
     def logprobs(self, params: Params, arrays: dict[str, jax.Array], temperature: jax.Array, entropy: str) -> Any:

@@ -34,7 +34,7 @@ def token_logprobs(
     entropy: Literal['none', 'value', 'gradient'] = 'none',
     rows: NamedSharding | None = None,
     chunk: int = HEAD_CHUNK,
-    remat: bool = False,
+    remat: str | bool = False,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy of each action token, given all tokens before it in its row.
@@ -49,7 +49,7 @@ def token_logprobs(
       entropy: 'none' returns zeros, 'value' has no gradient.
       rows: sharding of the rows on a mesh; every device then computes the head of its own rows.
       chunk: tokens of the head per device at a time.
-      remat: recompute the layers in the backward pass.
+      remat: whether, and by which policy, layers are recomputed in the backward pass (`transformer.hidden`).
       dtype: of the arithmetic; the softmax is float32 in any case.
 
     Returns:

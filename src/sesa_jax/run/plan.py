@@ -90,9 +90,13 @@ def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.M
 
 def activation_bytes(run: Run, arch: Architecture) -> int:
     """Bytes a token in the backward pass: what each layer keeps, and what one layer needs for a moment."""
-    inner = 6 * arch.width + 3 * (arch.heads + 2 * arch.kv_heads) * arch.head_size
-    inner += 2 * arch.heads * arch.head_size + 6 * arch.hidden
-    kept = arch.width if learner.use_remat(run.grpo.remat, arch) else inner
+    query, keys, width, hidden = arch.heads * arch.head_size, arch.kv_heads * arch.head_size, arch.width, arch.hidden
+    inner = 6 * width + 3 * (query + 2 * keys) + 2 * query + 6 * hidden
+    kept = {
+        'nothing': width,  # the residual stream alone
+        'projections': width + query + 2 * keys + 2 * width + 2 * hidden,
+        False: inner,
+    }[learner.remat_policy(run.grpo.remat, arch)]
     return 2 * (arch.layers * kept + inner)
 
 
