@@ -320,7 +320,7 @@ def from_command_line(arguments: Sequence[str], description: str = '', saved: Ru
 def folder_to_resume(arguments: Sequence[str]) -> str | None:
     """`--run-dir` where `--resume` stands beside it, before anything else is read."""
     known = first_look(arguments)
-    return known.run_dir if known.resume and known.run_dir else None
+    return (known.resume and known.run_dir) or None
 
 
 def first_look(arguments: Sequence[str]) -> argparse.Namespace:
@@ -349,33 +349,25 @@ def refuse_changes(run: Run, saved: Run) -> None:
         raise ConfigError(f'--resume: {name} is {ours!r} here, but {theirs!r} in {run.run_dir}; leave the flag out')
 
 
+AT_LEAST_ONE = (
+    'steps problems checkpoint_every validate_every keep_checkpoints solver.rollouts solver.max_turns '
+    'challenger.max_turns challenger.pool_clear_every lengths.documents bank.every bank.capacity bank.at_least '
+    'bank.commit_lag grpo.mini_batch evaluation.per_cell evaluation.validate_per_cell'
+)
+AT_LEAST_ZERO = (
+    'seed devices tensor_parallel solver.temperature challenger.temperature challenger.noise_blocks '
+    'challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate grpo.kl'
+)
+
+
 def check(run: Run) -> None:
     """Raises ConfigError for values and pairs that cannot run; the message names the flags."""
-    at_least_one = {
-        '--steps': run.steps, '--problems': run.problems, '--solver.rollouts': run.solver.rollouts,
-        '--checkpoint-every': run.checkpoint_every, '--validate-every': run.validate_every,
-        '--keep-checkpoints': run.keep_checkpoints, '--bank.every': run.bank.every, '--bank.capacity': run.bank.capacity,
-        '--bank.at-least': run.bank.at_least, '--bank.commit-lag': run.bank.commit_lag,
-        '--solver.max-turns': run.solver.max_turns, '--challenger.max-turns': run.challenger.max_turns,
-        '--grpo.mini-batch': run.grpo.mini_batch, '--lengths.documents': run.lengths.documents,
-        '--challenger.pool-clear-every': run.challenger.pool_clear_every,
-        '--evaluation.per-cell': run.evaluation.per_cell,
-        '--evaluation.validate-per-cell': run.evaluation.validate_per_cell,
-    }  # fmt: skip
-    for flag, value in at_least_one.items():
-        if value < 1:
-            raise ConfigError(f'{flag} is {value}; it must be at least 1')
-    for flag, value in {
-        '--seed': run.seed, '--devices': run.devices, '--tensor-parallel': run.tensor_parallel,
-        '--bank.retrieved': run.bank.retrieved,
-        '--bank.grace-steps': run.bank.grace_steps, '--bank.mined': run.bank.mined,
-        '--bank.bootstrap-steps': run.bank.bootstrap_steps, '--challenger.noise-blocks': run.challenger.noise_blocks,
-        '--solver.temperature': run.solver.temperature, '--challenger.temperature': run.challenger.temperature,
-        '--optimizer.learning-rate': run.optimizer.learning_rate, '--grpo.kl': run.grpo.kl,
-        '--challenger.penalty': run.challenger.penalty,
-    }.items():  # fmt: skip
-        if not 0 <= value < float('inf'):
-            raise ConfigError(f'{flag} is {value}; it must be a number of at least 0')
+    values = _flat(to_json(run))
+    for limit, names in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
+        for name in names.split():
+            if not limit <= values[name] < float('inf'):
+                flag = '--' + name.replace('_', '-')
+                raise ConfigError(f'{flag} is {values[name]}; it must be a number of at least {limit}')
     if not run.row_buckets or min(run.row_buckets) < 1:
         raise ConfigError(f'--row-buckets {run.row_buckets}: at least one row count, each at least 1')
     if run.bank.commit_lag >= run.bank.every:
@@ -406,20 +398,17 @@ def check(run: Run) -> None:
 def check_world(run: Run) -> None:
     """Raises ConfigError where the world lacks a file that the method needs, or is given what another world takes."""
     world = run.world
-    if world.name != 'files':
-        for name, path in _paths(world).items():
-            if path:
-                raise ConfigError(f'--{name} is for --world files, but the world is {world.name}')
+    given = [name for name, path in _paths(world).items() if path]
+    if given and world.name != 'files':
+        raise ConfigError(f'--{given[0]} is for --world files, but the world is {world.name}')
     if world.name != 'lab' and world.pointer_share != World().pointer_share:
         raise ConfigError(f'--world.pointer-share is for --world lab, but the world is {world.name}')
-    if world.name != 'files':
-        return
     for is_needed, name, why in [
         (True, 'corpus', 'a corpus to search'),
         (run.self_play, 'answers', f'target answers for the self-play of --method {run.method}'),
         (not run.self_play, 'questions', f'the questions that --method {run.method} trains on'),
     ]:
-        if is_needed and not _paths(world)[name]:
+        if world.name == 'files' and is_needed and name not in given:
             raise ConfigError(f'--world files needs --{name} FILE: {why}')
 
 
