@@ -76,7 +76,7 @@ def test_unknown_flag_names_the_nearest(capsys):
         (['--solver.rollouts', '0'], '--solver.rollouts is 0'),
         (['--bank.retrieved', '900'], '--bank.capacity 800'),
         (['--bank.every', '1'], '--bank.commit-lag 1'),
-        (['--bank.at-most', '4'], '--bank.at-least 5'),
+        (['--bank.at-most', '4'], '--bank.at-least 20'),
         (['--method', 'ssp', '--freeze-bank'], '--freeze-bank needs a skill memory'),
         (['--method', 'skillrl', '--freeze-challenger'], '--freeze-challenger needs self-play'),
         (['--method', 'skillrl', '--challenger-sees-skills'], '--challenger-sees-skills needs self-play'),

@@ -254,11 +254,7 @@ def lab_preset(run: Run) -> Run:
         solver=replace(run.solver, max_turns=6),  # three hops, with a second search each
         # A passage has at most some 60 tokens; a turn is one think line and one tag.
         lengths=Lengths(prompt=320, response=832, observation=192, turn=96, documents=2),
-        bank=replace(
-            run.bank,
-            mined=40,  # what four batches of 16 can give
-            at_least=5,  # the paper's 20 come from batches of 256 questions; 16 questions leave fewer failures
-        ),
+        bank=replace(run.bank, mined=40),  # what four batches of 16 can give
         grpo=replace(
             run.grpo,
             mini_batch=16,  # the whole batch: one update a step
