@@ -13,14 +13,13 @@ from sesa_jax.selfplay import checks
 from sesa_jax.skills import priming
 
 CANARY = 'kolzax mirvuth'
-WARM = ('--solver.temperature', '1.4')
 OFTEN = ('--bank.every', '2', '--bank.at-least', '1', '--bank.at-most', '30')
 
 
 @pytest.fixture(scope='module')
 def default(tmp_path_factory):
-    """Five steps of sesa with consolidations every second step, warm enough that groups differ."""
-    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, *WARM, steps=5)
+    """Five steps of sesa with consolidations every second step."""
+    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, steps=5)
 
 
 def frontier_reward(solve_rate, penalty=0.1):
@@ -78,7 +77,7 @@ def test_a_consolidation_takes_failures_and_commits_one_boundary_later(default):
 
 
 def test_no_failure_distillation_queues_and_distils_nothing(default, tmp_path):
-    played = runs.play(tmp_path / 'run', '--no-failure-distillation', *OFTEN, *WARM, steps=3)
+    played = runs.play(tmp_path / 'run', '--no-failure-distillation', *OFTEN, steps=3)
     assert [row['bank']['queue'] for row in played.metrics] == [0, 0, 0]
     assert [row['bank']['consolidation'] for row in played.metrics] == [None] * 3
     assert max(row['bank']['queue'] for row in default.metrics) > 0
@@ -102,13 +101,13 @@ def test_mined_cards_join_the_handwritten_ones(tmp_path):
 
 def test_frontier_shaping_pays_the_bell_and_without_it_one_minus_p(default, tmp_path):
     assert default.metrics[0]['challenger']['reward_mean'] == pytest.approx(rewards_of(default, 1, frontier_reward))
-    plain = runs.play(tmp_path / 'run', '--no-frontier-shaping', *WARM, steps=1)
+    plain = runs.play(tmp_path / 'run', '--no-frontier-shaping', steps=1)
     assert plain.metrics[0]['challenger']['reward_mean'] == pytest.approx(rewards_of(plain, 1, lambda p: 1 - p))
     assert plain.questions(1)[0]['question'] == default.questions(1)[0]['question']  # nothing else differs in step 1
 
 
 def test_no_verification_asks_for_none_and_rejects_for_none(default, tmp_path):
-    played = runs.play(tmp_path / 'run', '--no-verification', *WARM)
+    played = runs.play(tmp_path / 'run', '--no-verification')
     assert all('verification' not in row['calls'] for row in played.metrics)
     assert all('not verified' not in row['challenger']['rejected'] for row in played.metrics)
     assert any(row['calls'].get('verification') for row in default.metrics)
@@ -123,7 +122,7 @@ def parameters(played, step, role):
 
 
 def test_freeze_challenger_leaves_its_state_bitwise_alone(tmp_path):
-    keep = ('--keep-checkpoints', '9', '--challenger.temperature', '1.0')
+    keep = ('--keep-checkpoints', '9')
     for flags, is_frozen in ((('--freeze-challenger',), True), ((), False)):
         played = runs.play(tmp_path / ('frozen' if is_frozen else 'free'), *keep, *flags, steps=3)
         before, after = (parameters(played, step, 'challenger') for step in (0, 3))

@@ -160,8 +160,7 @@ def test_evaluation_changes_nothing_in_the_bank(tmp_path):
 @pytest.mark.devices
 @pytest.mark.slow
 def test_eight_devices_give_the_same_tokens_and_losses(tmp_path):
-    # Warm groups, and a seed whose first step has some at the frontier: both roles have something to learn.
-    flags = ('--seed', '103', '--solver.temperature', '1.4', '--solver.rollouts', '5')
+    flags = ('--seed', '106', '--solver.rollouts', '5')  # some groups of its first step are at the frontier
     played = []
     for devices in (1, 8):
         path = tmp_path / f'on{devices}'

@@ -11,6 +11,7 @@ Left out: the memory of the CUDA context and of cuDNN's workspaces, for which `R
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -257,23 +258,24 @@ def peak(found: Iterable[Part]) -> tuple[int, str]:
 
 def ways_out(run: Run) -> list[tuple[list[str], Run]]:
     """Flags that need less memory and the run with them: what costs only time first, shorter answers last."""
-    rows = [max(run.row_buckets) >> n for n in range(6)]
+    rows = [most for most in (max(run.row_buckets) >> n for n in range(6)) if most]
     options = []
-    for shrink in (1, 2, 4):
-        for offload in (run.offload, True):
-            for count in filter(None, rows):
-                response = run.lengths.response // shrink
-                flags = [
-                    flag
-                    for flag, is_new in (
-                        ('--offload', offload and not run.offload),
-                        (f'--row-buckets {count}', count != max(run.row_buckets)),
-                        (f'--lengths.response {response}', shrink > 1),
-                    )
-                    if is_new
-                ]
-                lengths = dataclasses.replace(run.lengths, response=response)
-                options.append((flags, dataclasses.replace(run, row_buckets=(count,), offload=offload, lengths=lengths)))
+    for shrink, micro, offload, count in itertools.product((1, 2, 4), (1, 4), (run.offload, True), rows):
+        response, tokens = run.lengths.response // shrink, run.grpo.micro_batch_tokens // micro
+        flags = {
+            '--offload': offload and not run.offload,
+            f'--row-buckets {count}': count != max(run.row_buckets),
+            f'--grpo.micro-batch-tokens {tokens}': micro > 1,
+            f'--lengths.response {response}': shrink > 1,
+        }
+        smaller = dataclasses.replace(
+            run,
+            row_buckets=(count,),
+            offload=offload,
+            lengths=dataclasses.replace(run.lengths, response=response),
+            grpo=dataclasses.replace(run.grpo, micro_batch_tokens=tokens),
+        )
+        options.append(([flag for flag, is_new in flags.items() if is_new], smaller))
     return options
 
 
