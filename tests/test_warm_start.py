@@ -22,7 +22,7 @@ from sesa_jax.worlds.naming import names_one_of
 from sesa_jax.worlds.search import Corpus
 
 TINY = pathlib.Path(sesa_jax.__file__).parent / 'assets' / 'tiny'
-STREAM = 'b2a68b9176daa06226ec1bd541b9fa5848d109fe191f58960e0c0642b8782e12'
+STREAM = '8eaf905dd9f962190ca782a2ed1083432994d6db9e28ee7a1f73ed9873ba6549'
 
 
 def test_the_stream_of_the_lab_is_the_one_that_made_tiny():
