@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from sesa_jax.config import ConfigError
 from sesa_jax.policy import gguf, hf
 from sesa_jax.policy.arch import ModelError
-from sesa_jax.run.files import digest_file
+from sesa_jax.run.files import cache_folder, digest_file
 
 ASSETS = Path(__file__).resolve().parent.parent / 'assets'
 ALLOWED = ['config.json', hf.INDEX, 'model*.safetensors', *hf.TOKENIZER_FILES]
@@ -150,11 +149,6 @@ def _is_whole(folder: Path) -> bool:
     except (KeyError, AttributeError):
         return False
     return all((folder / str(file)).is_file() for file in {'config.json', 'tokenizer.json', *files})
-
-
-def cache_folder() -> Path:
-    """Where models are kept that are made here: $XDG_CACHE_HOME/sesa-jax, else ~/.cache/sesa-jax."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sesa-jax'
 
 
 def _smollm2() -> Path:

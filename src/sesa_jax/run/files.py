@@ -110,3 +110,8 @@ def read_jsonl_gz(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         for line in file:
             yield json.loads(line)
+
+
+def cache_folder() -> Path:
+    """Where a user keeps what can be made again: $XDG_CACHE_HOME/sesa-jax, else ~/.cache/sesa-jax."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sesa-jax'

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import jax
 
+from sesa_jax.run.files import cache_folder
+
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # malloc.h
 
 
@@ -45,7 +47,7 @@ def keep_compiled_programs() -> Path | None:
     """
     if os.environ.get('JAX_COMPILATION_CACHE_DIR') or jax.config.jax_compilation_cache_dir:
         return None
-    folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sesa-jax' / 'jax'
+    folder = cache_folder() / 'jax'
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
