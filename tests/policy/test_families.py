@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from policy_toy import FAMILIES, architecture, decode_rows, difference, full_logits, logits, tokens
 from transformers import AutoModelForCausalLM
 
 from sesa_jax.policy import hf
 from sesa_jax.policy.arch import abstract, leaves
+
+torch = pytest.importorskip('torch')
 
 CASES = {
     'qwen3, tied': ('qwen3', {'rope_theta': 1e6}),
