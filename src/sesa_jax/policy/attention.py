@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, T, 1, H/2]
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 MASKED = -1e30  # finite, so that a row without any visible slot gives no NaN
+NOWHERE = np.int32(2**30)  # the position of a key that no query may see
 QUERY_BLOCK, MOST_SPANS = 64, 8  # the least number of queries in a span, and the most spans of a row
 LONGEST_BLOCK = 128  # queries whose scores exist at once; a longer span is a loop over blocks of this size
 
@@ -93,21 +94,24 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, tokens: int) -> jax.
     return jnp.where(visible[:, None, None], split, MASKED).reshape(scores.shape)
 
 
-def _block(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+def _block(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """Some queries [B, T, N, H] with all of their scores; softmax in float32."""
-    visible = jnp.arange(k.shape[2]) <= positions[..., None]
+    visible = key_positions[:, None, :] <= positions[..., None]
     weights = jax.nn.softmax(_scores(_grouped(q, k.shape[1]), k, visible, q.shape[1]), axis=-1).astype(v.dtype)
     return _ungrouped(jnp.einsum('bkqs,bksh->bkqh', weights, v), q.shape[1])
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cut: bool = False) -> jax.Array:
-    """q [B, T, N, H] over k, v [B, K, S, H] -> [B, T, N, H]. Each query sees the slots up to its position
-    i32[B or 1, T]; the key in slot s has position s.
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array | None = None
+) -> jax.Array:
+    """q [B, T, N, H] over k, v [B, K, S, H] -> [B, T, N, H]. Each query, at position i32[B or 1, T], sees the keys up
+    to its position; theirs are key_positions i32[B or 1, S], where NOWHERE hides a key.
 
-    Works through the queries in up to eight spans, which keeps the scores in the processor's cache and their memory
-    small. cut: queries and keys are the same tokens, so that a span needs no key behind its last query. At B = 16 and
-    T = 256 (N 4, K 2, H 32) the spans take attention from 28 to 9 ms of processor time, its gradient from 72 to 45.
-    A span of more than 128 queries (T > 1,024) is a loop over blocks that the backward pass computes again.
+    Without key_positions, queries and keys are the same tokens from position 0 on, and a span of queries needs no key
+    behind its last one. Works through the queries in up to eight spans, which keeps the scores in the processor's cache
+    and their memory small: at B = 16 and T = 256 (N 4, K 2, H 32) they take attention from 28 to 9 ms of processor
+    time, its gradient from 72 to 45. A span of more than 128 queries (T > 1,024) is a loop over blocks that the
+    backward pass computes again.
     """
     tokens = q.shape[1]
     size = max(QUERY_BLOCK, -(-tokens // MOST_SPANS))
@@ -116,13 +120,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cut: 
     outputs = []
     for begin in range(0, tokens, size):
         end = min(begin + size, tokens)
-        seen = end if cut else k.shape[2]
+        seen = end if key_positions is None else k.shape[2]
+        where = jnp.arange(seen)[None] if key_positions is None else key_positions
         span = _block if size <= LONGEST_BLOCK else _looped
-        outputs.append(span(q[:, begin:end], k[:, :, :seen], v[:, :, :seen], positions[:, begin:end]))
+        outputs.append(span(q[:, begin:end], k[:, :, :seen], v[:, :, :seen], positions[:, begin:end], where))
     return jnp.concatenate(outputs, axis=1)
 
 
-def _looped(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+def _looped(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """`_block`, LONGEST_BLOCK queries at a time."""
     rows, tokens = q.shape[:2]
     blocks = -(-tokens // LONGEST_BLOCK)
@@ -133,22 +138,37 @@ def _looped(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> j
         return jnp.moveaxis(x.reshape(x.shape[0], blocks, LONGEST_BLOCK, *x.shape[2:]), 1, 0)
 
     again = jax.checkpoint(_block, prevent_cse=False)  # the loop itself keeps the recomputation apart
-    out = jax.lax.map(lambda piece: again(piece[0], k, v, piece[1]), (split(q), split(positions)))
+    out = jax.lax.map(lambda piece: again(piece[0], k, v, piece[1], key_positions), (split(q), split(positions)))
     return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * LONGEST_BLOCK, *out.shape[3:])[:, :tokens]
 
 
-def step(
-    q: jax.Array, cache: tuple[jax.Array, jax.Array], staged: tuple[jax.Array, jax.Array],
-    in_cache: jax.Array, in_staging: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """One query a row [B, 1, N, H] over the cache's and the staged (keys, values) [B, K, S or n, H], in one softmax.
-    Visible slots: in_cache bool[B, 1, S], in_staging bool[1, 1, n]."""
-    (old_k, old_v), (new_k, new_v) = cache, staged
-    grouped = _grouped(q, old_k.shape[1])
-    scores = [_scores(grouped, old_k, in_cache, 1), _scores(grouped, new_k, in_staging, 1)]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    old, new = jnp.split(weights, [old_k.shape[2]], axis=-1)
-    return _ungrouped(jnp.einsum('bkqs,bksh->bkqh', old, old_v) + jnp.einsum('bkqs,bksh->bkqh', new, new_v), 1)
+def step(q: jax.Array, pieces: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+    """One query a row, q [R, 1, N, H], over several pieces of memory in one softmax -> [R, 1, N, H].
+
+    A piece is (keys, values [B, K, S, H], visible bool[B or 1, S]); B divides R, and R / B consecutive rows share one
+    row of it, whose keys are then read once for all of them. Sums over pieces are in float32.
+    """
+    rows, _, heads, size = q.shape
+    scored = []
+    for k, v, visible in pieces:
+        shared = rows // k.shape[0]
+        grouped = _grouped(q.reshape(k.shape[0], shared, heads, size), k.shape[1])
+        scored.append((_scores(grouped, k, visible[:, None], shared), v, shared))
+
+    def by_row(x: jax.Array, shared: int) -> jax.Array:
+        """[B, K, g * R/B, X] -> [R, 1, N, X]"""
+        return _ungrouped(x, shared).reshape(rows, 1, heads, -1)
+
+    peak = functools.reduce(
+        jnp.maximum, [by_row(scores.max(axis=-1, keepdims=True), shared) for scores, _, shared in scored]
+    )
+    total, out = 0.0, 0.0
+    for scores, v, shared in scored:
+        weights = jnp.exp(scores - _grouped(peak.reshape(-1, shared, heads, 1), v.shape[1]))
+        total += by_row(weights.sum(axis=-1, keepdims=True), shared)
+        product = jnp.einsum('bkqs,bksh->bkqh', weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        out += by_row(product, shared)
+    return (out / total).astype(q.dtype)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -178,7 +198,7 @@ def causal(lengths: jax.Array, tokens: int, head_size: int, dtype: jnp.dtype) ->
         return fused
     # With padding on the right, the causal mask alone hides it from every real token.
     positions = jnp.arange(tokens)[None]
-    return lambda q, k, v: attend(q, heads_first(k), heads_first(v), positions, cut=True)
+    return lambda q, k, v: attend(q, heads_first(k), heads_first(v), positions)
 
 
 def device() -> tuple[str, str]:

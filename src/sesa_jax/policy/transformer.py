@@ -5,12 +5,13 @@ attention that they hand to it (attention.py). Parameters, cache and staging buf
 is mutable.
 
 * `hidden` scans over stacked layers: one compiled layer, for training and log-probs.
-* `extend` and `decode_step` run over a tuple of layers (`unstack`). Slicing stacked weights inside a jitted step would
-  keep a second copy of them alive, and a stacked cache would be copied in each step.
-* The cache is [B, K, S, H]: both products of attention read it in place. With [B, S, K, H] the CPU transposes the whole
+* `prefill`, `extend` and `decode_step` run over a tuple of layers (`unstack`). Slicing stacked weights inside a jitted
+  step would keep a second copy of them alive, and a stacked cache would be copied in each step.
+* A cache is [B, K, S, H]: both products of attention read it in place. With [B, S, K, H] the CPU transposes the whole
   cache twice per layer and step.
-* In a chunk of decode steps the cache does not change: step i writes column i of the small staging buffers, and `merge`
-  moves them into the cache once, at the end of the chunk.
+* Rows that begin with the same prompt share its keys and values (`Slots`): they are kept, and read, once a group.
+* In a chunk of decode steps the slots do not change: step i writes column i of the small staging buffers, and `merge`
+  moves them into the slots once, at the end of the chunk.
 
 Left out: sampling, stopping and batching (rollout/), and the loss (grpo/). Alphabet: see arch.py.
 """
@@ -18,7 +19,8 @@ Left out: sampling, stopping and batching (rollout/), and the loss (grpo/). Alph
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -48,8 +50,31 @@ class Cache:
     v: tuple[jax.Array, ...]  # L of [B, K, S, H]
 
     @property
-    def slots(self) -> int:
+    def rows(self) -> int:
+        return self.k[0].shape[0]
+
+    @property
+    def size(self) -> int:
         return self.k[0].shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The memory of R rows in Q groups of R / Q consecutive rows: the prompt of each group once, and the rows' own
+    tokens in blocks, so that a step reads and passes on only the blocks that are in use."""
+
+    prompt: Cache  # [Q, K, P, H]
+    own: tuple[Cache, ...]  # each [R, K, S, H]; own token i of a row lies in the block that holds place i
+
+    @property
+    def group_size(self) -> int:
+        return self.own[0].rows // self.prompt.rows
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first place of each block."""
+        return tuple(itertools.accumulate((block.size for block in self.own[:-1]), initial=0))
 
 
 def init(arch: Architecture, key: jax.Array, dtype: Any = jnp.float32) -> Params:
@@ -172,91 +197,115 @@ def unstack(params: Params, arch: Architecture, dtype: Any = None) -> Params:
     return {**cast, 'layers': layers}
 
 
-def init_cache(arch: Architecture, rows: int, slots: int, dtype: Any = jnp.float32) -> Cache:
-    """An empty cache of `slots` tokens for each of `rows` rows."""
+def init_cache(arch: Architecture, rows: int, size: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty cache of `size` tokens for each of `rows` rows."""
 
     def empty() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros((rows, arch.kv_heads, slots, arch.head_size), dtype) for _ in range(arch.layers))
+        return tuple(jnp.zeros((rows, arch.kv_heads, size, arch.head_size), dtype) for _ in range(arch.layers))
 
     return Cache(k=empty(), v=empty())
 
 
-def init_staging(arch: Architecture, rows: int, steps: int, dtype: Any = jnp.float32) -> Cache:
-    """The buffers of a chunk of `steps` decode steps: a cache of that many slots."""
-    return init_cache(arch, rows, steps, dtype)
+def init_slots(
+    arch: Architecture, groups: int, group_size: int, prompt: int, blocks: Sequence[int], dtype: Any = jnp.float32
+) -> Slots:
+    """Empty slots: `prompt` tokens for each group, and blocks of so many own tokens for each of its rows."""
+    own = tuple(init_cache(arch, groups * group_size, size, dtype) for size in blocks)
+    return Slots(init_cache(arch, groups, prompt, dtype), own)
+
+
+def prefill(params: Params, arch: Architecture, ids: jax.Array, lengths: jax.Array, dtype: Any = jnp.float32) -> Cache:
+    """Keys and values [B, K, T, H] of right-padded rows ids i32[B, T] that begin at position 0; lengths i32[B]. What
+    lies behind a row's length means nothing. params come from `unstack`."""
+    chex.assert_rank(ids, 2)
+    chex.assert_shape(lengths, ids.shape[:1])
+    attend = attention.causal(lengths, ids.shape[1], arch.head_size, jnp.dtype(dtype))
+    turn = attention.rotation(arch, jnp.arange(ids.shape[1])[None])
+    x = params['embed'][ids].astype(dtype)
+    keys, values = [], []
+    for layer in params['layers']:
+        x, (k, v) = Layer(arch).apply({'params': layer}, x, turn, lambda q, k, v: (attend(q, k, v), (k, v)))
+        keys.append(attention.heads_first(k).astype(dtype))
+        values.append(attention.heads_first(v).astype(dtype))
+    return Cache(k=tuple(keys), v=tuple(values))
 
 
 def extend(
     params: Params,
     arch: Architecture,
-    cache: Cache,
+    slots: Slots,
+    rows: jax.Array,
     ids: jax.Array,
+    prompt_length: jax.Array,
     start: jax.Array,
     count: jax.Array,
-    *,
-    reach: int | None = None,
-) -> tuple[jax.Array, Cache]:
-    """Appends tokens to the cache: (hidden f32[B, T, D], cache).
+) -> tuple[jax.Array, Slots]:
+    """Appends tokens to some rows: (hidden f32[E, T, D], slots).
 
-    params come from `unstack`. ids i32[B, T] hold count i32[B] tokens each, right padded; they take the slots and
-    positions start i32[B] onward, and see the slots before them and each other causally. What lies behind `count`, or
-    falls behind the last slot, is not written; hidden states there mean nothing (a caller keeps start + count <= S).
-    reach: a static bound on start + count; only that many slots are read.
+    params come from `unstack`. rows i32[E] without repetition; R marks padding. ids i32[E, T] hold count i32[E] tokens
+    each, right padded; they become the own tokens start i32[E] onward, behind a prompt of prompt_length i32[E] tokens,
+    and see what lies before them and each other causally. What lies behind `count`, or falls behind the last block, is
+    not written; hidden states there mean nothing.
     """
     chex.assert_rank(ids, 2)
-    chex.assert_shape([start, count], ids.shape[:1])
-    tokens = ids.shape[1]
-    reach = cache.slots if reach is None else min(reach, cache.slots)
-    offsets = jnp.arange(tokens)
-    positions = start[:, None] + offsets  # [B, T]
+    chex.assert_shape([rows, prompt_length, start, count], ids.shape[:1])
+    offsets = jnp.arange(ids.shape[1])
+    positions = (prompt_length + start)[:, None] + offsets  # [E, T]
     turn = attention.rotation(arch, positions)
-    x = params['embed'][ids].astype(cache.k[0].dtype)
-    keys, values = [], []
-    for layer, old_k, old_v in zip(params['layers'], cache.k, cache.v, strict=True):
+    known = [_positions(slots.prompt.size, 0, prompt_length, 0)]
+    for begin, block in zip(slots.begins, slots.own, strict=True):
+        known.append(_positions(block.size, begin, start, prompt_length))
+    known.append(jnp.where(offsets < count[:, None], positions, attention.NOWHERE))
+    key_positions = jnp.concatenate(known, axis=1)  # [E, P + S + T]
+    group = rows // slots.group_size
+    x = params['embed'][ids].astype(slots.prompt.k[0].dtype)
+    new_layers = []
+    for i, layer in enumerate(params['layers']):
 
-        def attend(q, k, v, old_k=old_k, old_v=old_v):
-            new_k, new_v = (
-                _write(old, attention.heads_first(new), start, count) for old, new in ((old_k, k), (old_v, v))
+        def attend(q, k, v, i=i):
+            new_k, new_v = attention.heads_first(k), attention.heads_first(v)
+            k = jnp.concatenate(
+                [_rows(slots.prompt.k[i], group), *(_rows(block.k[i], rows) for block in slots.own), new_k], axis=2
             )
-            return attention.attend(q, new_k[:, :, :reach], new_v[:, :, :reach], positions), (new_k, new_v)
+            v = jnp.concatenate(
+                [_rows(slots.prompt.v[i], group), *(_rows(block.v[i], rows) for block in slots.own), new_v], axis=2
+            )
+            return attention.attend(q, k, v, positions, key_positions), (new_k, new_v)
 
-        x, (new_k, new_v) = Layer(arch).apply({'params': layer}, x, turn, attend)
-        keys.append(new_k)
-        values.append(new_v)
+        x, new = Layer(arch).apply({'params': layer}, x, turn, attend)
+        new_layers.append(new)
     x = rms_norm(x, params['final_norm'], arch.eps).astype(jnp.float32)
-    return x, Cache(k=tuple(keys), v=tuple(values))
-
-
-def _write(old: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Puts new [B, K, T, H] into slots start.. of old [B, K, S, H]; behind `count` or S nothing is written."""
-    rows, _, tokens, _ = new.shape
-    offsets = jnp.arange(tokens)
-    slots = jnp.where(offsets < count[:, None], start[:, None] + offsets, old.shape[2])  # [B, T]; S drops
-    updates = new.transpose(0, 2, 1, 3).astype(old.dtype)  # the indexed axes come first: [B, T, K, H]
-    return old.at[jnp.arange(rows)[:, None], :, slots].set(updates, mode='drop', unique_indices=False)
+    added = Cache(k=tuple(k for k, _ in new_layers), v=tuple(v for _, v in new_layers))
+    return x, _added(slots, rows, added, start, count)
 
 
 def decode_step(
     params: Params,
     arch: Architecture,
-    cache: Cache,
+    slots: Slots,
     staging: Cache,
     step: jax.Array,
     ids: jax.Array,
+    prompt_length: jax.Array,
     start: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """One token for every row, at step `step` of a chunk: (hidden f32[B, D], staging).
+    """One token for every row, at step `step` of a chunk: (hidden f32[R, D], staging).
 
-    ids i32[B] take position start + step, where start i32[B] is the number of cached tokens at the start of the chunk.
-    Each sees the cache slots before `start` and the staging columns up to `step`, in one softmax. The cache is read
-    only. Rows that stopped earlier in the chunk compute garbage that `merge` leaves behind.
+    ids i32[R] become the own tokens start + step of their rows, where start i32[R] is the number of own tokens in the
+    slots at the start of the chunk, behind prompts of prompt_length i32[Q]. Each sees its group's prompt, its own
+    tokens before `start` and the staging columns up to `step`, in one softmax. The slots are read only. Rows that
+    stopped earlier in the chunk compute garbage that `merge` leaves behind.
     """
     chex.assert_rank(ids, 1)
     chex.assert_shape(start, ids.shape)
-    turn = attention.rotation(arch, (start + step)[:, None])
-    in_cache = (jnp.arange(cache.slots) < start[:, None])[:, None]  # [B, 1, S]
-    in_staging = (jnp.arange(staging.slots) <= step)[None, None]  # [1, 1, n]
-    x = params['embed'][ids][:, None].astype(cache.k[0].dtype)
+    chex.assert_shape(prompt_length, (slots.prompt.rows,))
+    turn = attention.rotation(arch, (jnp.repeat(prompt_length, slots.group_size) + start + step)[:, None])
+    in_prompt = jnp.arange(slots.prompt.size) < prompt_length[:, None]  # [Q, P]
+    in_own = [
+        begin + jnp.arange(block.size) < start[:, None] for begin, block in zip(slots.begins, slots.own, strict=True)
+    ]
+    in_staging = (jnp.arange(staging.size) <= step)[None]  # [1, n]
+    x = params['embed'][ids][:, None].astype(slots.prompt.k[0].dtype)
     keys, values = [], []
     for i, layer in enumerate(params['layers']):
 
@@ -265,7 +314,12 @@ def decode_step(
                 jax.lax.dynamic_update_slice_in_dim(old, attention.heads_first(new).astype(old.dtype), step, axis=2)
                 for old, new in ((staging.k[i], k), (staging.v[i], v))
             )
-            return attention.step(q, (cache.k[i], cache.v[i]), staged, in_cache, in_staging), staged
+            pieces = [
+                (slots.prompt.k[i], slots.prompt.v[i], in_prompt),
+                *((block.k[i], block.v[i], seen) for block, seen in zip(slots.own, in_own, strict=True)),
+                (*staged, in_staging),
+            ]
+            return attention.step(q, pieces), staged
 
         x, (staged_k, staged_v) = Layer(arch).apply({'params': layer}, x, turn, attend)
         keys.append(staged_k)
@@ -274,10 +328,38 @@ def decode_step(
     return x, Cache(k=tuple(keys), v=tuple(values))
 
 
-def merge(cache: Cache, staging: Cache, start: jax.Array, count: jax.Array) -> Cache:
-    """Moves the first count i32[B] staged columns of each row into the cache slots start i32[B] onward."""
+def merge(slots: Slots, staging: Cache, start: jax.Array, count: jax.Array) -> Slots:
+    """Moves the first count i32[R] staged columns of each row to its own places start i32[R] onward."""
+    return _added(slots, jnp.arange(len(start)), staging, start, count)
 
-    def all_layers(old: tuple[jax.Array, ...], new: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(_write(o, n, start, count) for o, n in zip(old, new, strict=True))
 
-    return Cache(k=all_layers(cache.k, staging.k), v=all_layers(cache.v, staging.v))
+def _positions(size: int, begin: int, filled: jax.Array, offset: jax.Array | int) -> jax.Array:
+    """i32[E, size]: positions of the keys in places begin.. of which those below filled i32[E] hold something."""
+    place = begin + jnp.arange(size)
+    return jnp.where(place < filled[:, None], place + jnp.reshape(offset, (-1, 1)), attention.NOWHERE)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows `index` of x; an index outside it gives some other row."""
+    return x.at[index].get(mode='clip')
+
+
+def _added(slots: Slots, rows: jax.Array, new: Cache, start: jax.Array, count: jax.Array) -> Slots:
+    """The slots with the first count i32[E] columns of `new` at the own places start i32[E] onward of rows i32[E]."""
+    own = []
+    for begin, block in zip(slots.begins, slots.own, strict=True):
+        k, v = (
+            tuple(_write(old, rows, one, start - begin, count) for old, one in zip(olds, news, strict=True))
+            for olds, news in ((block.k, new.k), (block.v, new.v))
+        )
+        own.append(Cache(k, v))
+    return Slots(slots.prompt, tuple(own))
+
+
+def _write(old: jax.Array, rows: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts new [E, K, T, H] into places start.. of rows of old [R, K, S, H]; outside of it nothing is written."""
+    offsets = jnp.arange(new.shape[2])
+    place = start[:, None] + offsets
+    place = jnp.where((offsets < count[:, None]) & (place >= 0), place, old.shape[2])  # [E, T]; S drops
+    updates = new.transpose(0, 2, 1, 3).astype(old.dtype)  # the indexed axes come first: [E, T, K, H]
+    return old.at[rows[:, None], :, place].set(updates, mode='drop')
