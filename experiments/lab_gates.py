@@ -26,7 +26,7 @@ from sesa_jax.config import Run
 from sesa_jax.evals.statistics import wilson
 from sesa_jax.host.client import HostClient, HostProcess
 from sesa_jax.records import Failure, Question, Target
-from sesa_jax.rollout.engine import Request
+from sesa_jax.rollout.row import Request
 from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import challenger, setup, solver
 from sesa_jax.selfplay.game import Game

@@ -102,6 +102,24 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """How many rows decode together, and in what memory (rollout/cache.py)."""
+
+    rows: int = 128
+    """Rows in groups that share a prompt: the solver's."""
+    single: int = 64
+    """Rows with a prompt of their own: the challenger's, an evaluation's, and the last ones of the groups."""
+    long: int = 16
+    """Rows that outgrew a short place; 0: every place holds a whole response."""
+    short: int = 2048
+    """Tokens behind the prompt that a short place holds."""
+    chunk: int = 8
+    """Decode steps between two looks by the host."""
+    deterministic: Annotated[bool, tyro.conf.arg(aliases=['--deterministic'])] = True
+    """Take in what searches found at fixed boundaries, so that equal runs have equal bits; else as it comes."""
+
+
+@dataclass(frozen=True)
 class Bank:
     retrieved: int = 3
     capacity: int = 800
@@ -174,8 +192,6 @@ class Run:
     """Devices that share one copy of the weights in rollouts; 0: as many as heads and devices allow."""
     offload: bool = False
     """Keep masters and moments of both roles in host memory while they are not updated, to make room for rollouts."""
-    row_buckets: tuple[int, ...] = (8, 16, 32, 80, 128)
-    """Row counts that rollouts are compiled for; a batch takes the smallest that holds it."""
     report: bool = True
     """End with the evaluation on held-out questions and the report."""
     prompt_style: Literal['full', 'short'] = 'full'
@@ -206,6 +222,7 @@ class Run:
     challenger: Challenger = field(default_factory=Challenger)
     solver: Solver = field(default_factory=Solver)
     lengths: Lengths = field(default_factory=Lengths)
+    rollout: Rollout = field(default_factory=Rollout)
     bank: Bank = field(default_factory=Bank)
     grpo: Grpo = field(default_factory=Grpo)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -243,7 +260,8 @@ def lab_preset(run: Run) -> Run:
         validate_every=5,
         problems=16,  # two cores
         prompt_style='short',  # the words that tiny was trained on
-        row_buckets=(16, 32, 80),  # a compilation takes as long as many rows of tiny; 80 are the solver's 16 x 5
+        # 80 are the solver's 16 x 5; the challenger's 16 and an evaluation share one shape, since compiling takes long.
+        rollout=replace(run.rollout, rows=80, single=32, long=0),
         challenger=replace(
             run.challenger,
             temperature=0.4,  # at 1 a 0.9M-parameter policy miscopies names in most questions
@@ -273,7 +291,7 @@ def small_preset(run: Run) -> Run:
         steps=10,
         checkpoint_every=1,
         problems=4,
-        row_buckets=(4, 8),
+        rollout=replace(run.rollout, rows=8, single=4, long=0),
         challenger=replace(run.challenger, max_turns=4),
         solver=replace(run.solver, max_turns=4, rollouts=2),
         lengths=Lengths(prompt=768, response=1024, observation=256, turn=128, documents=2),  # 450 are instruction, cards
@@ -348,10 +366,11 @@ def refuse_changes(run: Run, saved: Run) -> None:
 AT_LEAST_ONE = (
     'steps problems checkpoint_every validate_every keep_checkpoints solver.rollouts solver.max_turns '
     'challenger.max_turns challenger.pool_clear_every lengths.documents bank.every bank.capacity bank.at_least '
-    'bank.commit_lag grpo.mini_batch evaluation.per_cell evaluation.validate_per_cell'
+    'bank.commit_lag grpo.mini_batch evaluation.per_cell evaluation.validate_per_cell '
+    'rollout.rows rollout.single rollout.short rollout.chunk'
 )
 AT_LEAST_ZERO = (
-    'seed devices tensor_parallel solver.temperature challenger.temperature challenger.noise_blocks '
+    'seed devices tensor_parallel rollout.long solver.temperature challenger.temperature challenger.noise_blocks '
     'challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate grpo.kl'
 )
 
@@ -364,8 +383,10 @@ def check(run: Run) -> None:
             if not limit <= values[name] < float('inf'):
                 flag = '--' + name.replace('_', '-')
                 raise ConfigError(f'{flag} is {values[name]}; it must be a number of at least {limit}')
-    if not run.row_buckets or min(run.row_buckets) < 1:
-        raise ConfigError(f'--row-buckets {run.row_buckets}: at least one row count, each at least 1')
+    if run.rollout.rows < run.solver.rollouts:
+        raise ConfigError(
+            f'--rollout.rows {run.rollout.rows} holds no group of --solver.rollouts {run.solver.rollouts}; raise it'
+        )
     if run.bank.commit_lag >= run.bank.every:
         raise ConfigError(
             f'--bank.commit-lag {run.bank.commit_lag} is not shorter than --bank.every {run.bank.every}: '

@@ -4,18 +4,21 @@ The embedding is the identity and the head holds the table, so tags are likely; 
 on the whole context, so a wrong cache, mask or position shows in every log-probability.
 """
 
+import concurrent.futures
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sesa_jax.config import Lengths
+from sesa_jax.config import Lengths, Rollout
 from sesa_jax.policy import transformer
 from sesa_jax.policy.arch import Architecture
 from sesa_jax.policy.sharding import make_mesh
 from sesa_jax.records import Document, Search
-from sesa_jax.rollout.engine import Engine, Request
+from sesa_jax.rollout.engine import Engine
+from sesa_jax.rollout.row import Request
 
 PIECES = ['<search>', '</sea', 'rch>', 'rch>\n', '<answer>', '</answer>', '<question>', '</question>']
 PIECES += [' river', ' lake', ' red', ' blue', ' why', ' when', 'hm']
@@ -106,9 +109,25 @@ def requests(count, group=1, *, temperature=1.0, role='solver', max_turns=4, **c
     ]
 
 
+PLACES = Rollout(rows=16, single=8, long=0, chunk=8)
+
+
 @functools.cache
-def engine(lengths=LENGTHS, buckets=(8, 16), devices=1, model=1):
-    return Engine(ARCH, Bytes(), make_mesh(devices, model), lengths, row_buckets=buckets)
+def engine(lengths=LENGTHS, group_size=2, devices=1, model=1, **places):
+    """The toy's engine: eight groups of two, eight single places; keywords change the places."""
+    places = dataclasses.replace(PLACES, **places)
+    return Engine(ARCH, Bytes(), make_mesh(devices, model), lengths, places=places, group_size=group_size)
+
+
+def at_once(search):
+    """A search whose results are there when it returns."""
+
+    def submit(queries):
+        future = concurrent.futures.Future()
+        future.set_result(search(queries))
+        return future
+
+    return submit
 
 
 def play(rows, world=None, *, table=PLAY, noise=1.0, params=None, seed=0, step=0, on=None):
@@ -116,7 +135,7 @@ def play(rows, world=None, *, table=PLAY, noise=1.0, params=None, seed=0, step=0
     return (on or engine()).rollout(
         transformer.unstack(policy(table, noise) if params is None else params, ARCH),
         rows,
-        World() if world is None else world,
+        at_once(World() if world is None else world),
         seed=seed,
         step=step,
         weights_version=3,

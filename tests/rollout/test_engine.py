@@ -21,7 +21,8 @@ from sesa_jax.policy import transformer
 from sesa_jax.policy.sharding import make_mesh
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.rollout import decode, episode
-from sesa_jax.rollout.engine import Engine, Request
+from sesa_jax.rollout.engine import Engine
+from sesa_jax.rollout.row import Request
 
 TOKENIZER = Bytes()
 

@@ -1,14 +1,14 @@
-"""The jitted functions of the engine: append tokens to the cache, draw random numbers, decode a chunk of tokens.
+"""The jitted functions of the engine: prompts in, observations in, a chunk of tokens out, rows from pool to pool.
 
-The cache is taken and given back (donated, so it is updated in place), and rows are known only by arrays; what a row
-is, and what follows its turn, is the host's business (engine.py). They are functions of their arguments alone, so
-engines and roles share what was compiled.
+Slots are taken and given back (donated, so they are updated in place), and rows are known only by arrays; what a row
+is, and what follows its turn, is the host's business. They are functions of their arguments alone.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,10 @@ from jax.sharding import Mesh
 
 from sesa_jax.policy import sharding, transformer
 from sesa_jax.policy.arch import Architecture
-from sesa_jax.policy.transformer import Cache, Params
+from sesa_jax.policy.transformer import Cache, Params, Slots
 from sesa_jax.rollout import sampling
-from sesa_jax.rollout.cache import placed
-
-CHUNK = 16  # decode steps between two looks by the host
-RUNNING, TAG, END, CUT = range(4)  # whether and how a turn ended: a closing tag, an end id, the budget
+from sesa_jax.rollout.cache import PoolShape, placed
+from sesa_jax.rollout.row import CUT, END, RUNNING, TAG
 
 Stops = tuple[jax.Array, jax.Array, jax.Array]
 """The automaton of `episode.stop_table` (table [states, V], accept bool[states]), and bool[V]: which ids are ends."""
@@ -32,12 +30,15 @@ Stops = tuple[jax.Array, jax.Array, jax.Array]
 class Inputs:
     """What a chunk needs to know of its rows. A budget of 0 marks a row that is not active."""
 
-    token: jax.Array  # i32[R], the newest id, not in the cache
-    start: jax.Array  # i32[R], cached tokens, so the position of `token`
+    prompt_length: jax.Array  # i32[Q]
+    token: jax.Array  # i32[R], the newest id, not in the slots
+    start: jax.Array  # i32[R], own tokens in the slots
     state: jax.Array  # i32[R], of the stop automaton
     budget: jax.Array  # i32[R], tokens that may still be sampled
-    uniforms: jax.Array  # f32[CHUNK, R, 2], from `chunk_uniforms`
+    uniforms: jax.Array  # f32[chunk, R, 2], from `chunk_uniforms`
     temperature: jax.Array  # f32[R]
+    top_k: jax.Array  # i32[R]
+    top_p: jax.Array  # f32[R]
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +47,8 @@ class Outputs:
     """What the host reads of a chunk, in one transfer."""
 
     steps: jax.Array  # i32, taken by the whole chunk
-    tokens: jax.Array  # i32[CHUNK, R]
-    logprobs: jax.Array  # f32[CHUNK, R]
+    tokens: jax.Array  # i32[chunk, R]
+    logprobs: jax.Array  # f32[chunk, R]
     count: jax.Array  # i32[R], tokens that the row sampled
     state: jax.Array  # i32[R], of the stop automaton
     ending: jax.Array  # i32[R]: RUNNING, TAG, END or CUT
@@ -64,58 +65,88 @@ class _Loop:
     count: jax.Array  # i32[R], tokens sampled in this chunk
     ending: jax.Array  # i32[R]
     staging: Cache  # keys and values of this chunk: column i belongs to step i of every row
-    tokens: jax.Array  # i32[CHUNK, R]
-    logprobs: jax.Array  # f32[CHUNK, R]
+    tokens: jax.Array  # i32[chunk, R]
+    logprobs: jax.Array  # f32[chunk, R]
 
 
-@functools.partial(jax.jit, static_argnames=('arch', 'mesh', 'reach'), donate_argnames=('cache',))
+@functools.partial(jax.jit, static_argnames=('shape', 'arch', 'mesh', 'dtype'))
+def empty(*, shape: PoolShape, arch: Architecture, mesh: Mesh, dtype: Any) -> Slots:
+    """The slots of a pool that nobody lives in yet."""
+    slots = transformer.init_slots(arch, shape.groups, shape.group_size, shape.prompt, shape.blocks, dtype)
+    return placed(mesh, slots)
+
+
+@functools.partial(jax.jit, static_argnames=('arch', 'mesh'), donate_argnames=('prompt',))
+def prefill(
+    params: Params,
+    prompt: Cache,
+    ids: jax.Array,
+    lengths: jax.Array,
+    groups: jax.Array,
+    *,
+    arch: Architecture,
+    mesh: Mesh,
+) -> Cache:
+    """The prompts [Q, K, P, H] with those of ids i32[M, T], lengths i32[M], in groups i32[M]; group Q drops one."""
+    new = transformer.prefill(params, arch, ids, lengths, prompt.k[0].dtype)
+
+    def written(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[groups, :, : new.shape[2]].set(new, mode='drop')
+
+    return placed(mesh, jax.tree.map(written, prompt, new))
+
+
+@functools.partial(jax.jit, static_argnames=('arch', 'mesh'), donate_argnames=('own',))
 def append(
     params: Params,
-    cache: Cache,
+    prompt: Cache,
+    own: tuple[Cache, ...],
+    rows: jax.Array,
     ids: jax.Array,
+    prompt_length: jax.Array,
     start: jax.Array,
     count: jax.Array,
     *,
     arch: Architecture,
     mesh: Mesh,
-    reach: int,
-) -> Cache:
-    """The cache with ids i32[R, T] written to the slots from start i32[R] on; count i32[R] of them are real.
-
-    `reach`: no row reads beyond this slot.
-    """
-    return placed(mesh, transformer.extend(params, arch, cache, ids, start, count, reach=reach)[1])
+) -> tuple[Cache, ...]:
+    """The blocks with ids i32[E, T] added to rows i32[E]; see `transformer.extend`."""
+    slots = transformer.extend(params, arch, Slots(prompt, own), rows, ids, prompt_length, start, count)[1]
+    return placed(mesh, slots).own
 
 
-@jax.jit
-def chunk_uniforms(keys: jax.Array, start: jax.Array) -> jax.Array:
-    """f32[CHUNK, R, 2] for the tokens at positions start + 1, start + 2, ...; keys u32[R, 2], start i32[R].
+@functools.partial(jax.jit, static_argnames='chunk')
+def chunk_uniforms(keys: jax.Array, position: jax.Array, *, chunk: int) -> jax.Array:
+    """f32[chunk, R, 2] for the tokens at positions i32[R] and the ones behind them; keys u32[R, 2].
 
     Apart from `decode`, because the key arithmetic would be a third of the time that `decode` takes to compile.
     """
-    return jax.vmap(lambda step: sampling.token_uniforms(keys, start + 1 + step))(jnp.arange(CHUNK))
+    return jax.vmap(lambda step: sampling.token_uniforms(keys, position + step))(jnp.arange(chunk))
 
 
-@functools.partial(jax.jit, static_argnames=('arch', 'mesh', 'allowed'), donate_argnames=('cache',))
+@functools.partial(jax.jit, static_argnames=('arch', 'mesh', 'allowed', 'is_filtered'), donate_argnames=('own',))
 def decode(
     params: Params,
-    cache: Cache,
+    prompt: Cache,
+    own: tuple[Cache, ...],
     inputs: Inputs,
     stops: Stops,
-    floor: int,
     *,
     arch: Architecture,
     mesh: Mesh,
     allowed: int,
-) -> tuple[Cache, Outputs]:
-    """Up to CHUNK decode steps; on a CPU fewer, as soon as no more than `floor` rows are active.
+    is_filtered: bool = False,
+) -> tuple[tuple[Cache, ...], Outputs]:
+    """A chunk of decode steps, as many as `inputs.uniforms` has; on a CPU fewer, when no row is active any more.
 
-    The cache comes back with all tokens of the chunk but each row's newest. Rows stop inside a chunk and never start,
-    so what a row sampled are its first `count` columns. `allowed`: ids from there on are never sampled.
+    The blocks come back with all tokens of the chunk but each row's newest. Rows stop inside a chunk and never start,
+    so what a row sampled are its first `count` columns. `allowed`: ids from there on are never sampled. `is_filtered`:
+    top_k and top_p are looked at.
     """
-    rows = len(inputs.token)
+    chunk, rows = inputs.uniforms.shape[:2]
+    slots = Slots(prompt, own)
     table, accept, is_end = stops
-    dtype = cache.k[0].dtype
+    dtype = prompt.k[0].dtype
 
     def active(loop: _Loop) -> jax.Array:
         return (loop.ending == RUNNING) & (inputs.budget > 0)
@@ -123,12 +154,15 @@ def decode(
     def body(loop: _Loop) -> _Loop:
         is_active = active(loop)
         hidden, staging = transformer.decode_step(
-            params, arch, cache, loop.staging, loop.step, loop.token, inputs.start
+            params, arch, slots, loop.staging, loop.step, loop.token, inputs.prompt_length, inputs.start
         )
         logits = transformer.logits(params, arch, hidden, dtype=dtype)
         # Gathered, a split vocabulary costs a row's logits over the wire; the sampler then has the same bits anywhere.
         logits = jax.lax.with_sharding_constraint(logits, sharding.rows(mesh))
-        token, logprob = sampling.sample(logits, inputs.uniforms[loop.step], inputs.temperature, allowed=allowed)
+        keep = (inputs.top_k, inputs.top_p) if is_filtered else None
+        token, logprob = sampling.sample(
+            logits, inputs.uniforms[loop.step], inputs.temperature, allowed=allowed, keep=keep
+        )
         state = table[loop.state, token].astype(jnp.int32)
         count = loop.count + is_active
         # A turn that ended by itself with its last token was not cut.
@@ -151,15 +185,35 @@ def decode(
         state=inputs.state,
         count=zeros,
         ending=zeros + RUNNING,
-        staging=placed(mesh, transformer.init_staging(arch, rows, CHUNK, dtype)),
-        tokens=jnp.zeros((CHUNK, rows), jnp.int32),
-        logprobs=jnp.zeros((CHUNK, rows), jnp.float32),
+        staging=placed(mesh, transformer.init_cache(arch, rows, chunk, dtype)),
+        tokens=jnp.zeros((chunk, rows), jnp.int32),
+        logprobs=jnp.zeros((chunk, rows), jnp.float32),
     )
     if mesh.devices.flat[0].platform == 'cpu':
-        loop = jax.lax.while_loop(lambda loop: (loop.step < CHUNK) & (active(loop).sum() > floor), body, loop)
+        loop = jax.lax.while_loop(lambda loop: (loop.step < chunk) & active(loop).any(), body, loop)
     else:
         # On a GPU a condition that depends on data stalls every step for a copy to the host.
-        loop = jax.lax.fori_loop(0, CHUNK, lambda _, loop: body(loop), loop)
-    cache = placed(mesh, transformer.merge(cache, loop.staging, inputs.start, loop.count))
+        loop = jax.lax.fori_loop(0, chunk, lambda _, loop: body(loop), loop)
+    own = placed(mesh, transformer.merge(slots, loop.staging, inputs.start, loop.count)).own
     outputs = Outputs(loop.step, loop.tokens, loop.logprobs, loop.count, loop.state, loop.ending)
-    return cache, jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
+    return own, jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnames='mesh', donate_argnames=('target',))
+def move(source: Slots, target: Slots, rows: jax.Array, places: jax.Array, *, mesh: Mesh) -> Slots:
+    """The target, whose groups are single rows, with rows i32[M] of the source in its places i32[M]; R drops one."""
+    group = rows // source.group_size
+
+    def taken(x: jax.Array, index: jax.Array) -> jax.Array:
+        return x.at[index].get(mode='clip')
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[places, :, : new.shape[2]].set(new, mode='drop')
+
+    prompt = jax.tree.map(lambda new, old: put(old, taken(new, group)), source.prompt, target.prompt)
+    whole = jax.tree.map(lambda *parts: jnp.concatenate([taken(part, rows) for part in parts], axis=2), *source.own)
+    own = tuple(
+        jax.tree.map(lambda new, old, begin=begin: put(old, new[:, :, begin : begin + old.shape[2]]), whole, block)
+        for begin, block in zip(target.begins, target.own, strict=True)
+    )
+    return placed(mesh, Slots(prompt, own))

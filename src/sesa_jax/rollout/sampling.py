@@ -3,8 +3,8 @@
 A token is drawn by inverting the cumulative distribution in two levels: one uniform picks a block of the vocabulary by
 its mass, a second one picks the token inside that block. The product of the two is the softmax, it needs two random
 numbers a row where the Gumbel trick needs one per vocabulary entry, and the normaliser that it computes anyway is the
-one of the log-probability. Left out on purpose: top-p and top-k. Their log-probabilities are not those of the policy
-that is trained.
+one of the log-probability. Top-k and top-p, for evaluation, choose among fewer tokens; the log-probability stays that of
+the whole distribution, which is the policy's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ def token_uniforms(keys: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits: jax.Array, uniforms: jax.Array, temperature: jax.Array, *, allowed: int
+    logits: jax.Array,
+    uniforms: jax.Array,
+    temperature: jax.Array,
+    *,
+    allowed: int,
+    keep: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw one token a row, as a pure function of the random numbers.
 
@@ -54,6 +59,7 @@ def sample(
       uniforms: f32[B, 2] in [0, 1), from `token_uniforms`.
       temperature: f32[B]; 0 takes the most likely token (the lowest id among equals).
       allowed: ids >= allowed (rows of a padded vocabulary) are neither drawn nor normalised over.
+      keep: top_k i32[B] (0: all) and, within those, top_p f32[B] (1: all); equals at the edge stay together.
 
     Returns:
       token i32[B], and its log-probability f32[B] under the unfiltered distribution at that temperature (at
@@ -66,15 +72,30 @@ def sample(
     scaled = jnp.where(jnp.arange(logits.shape[1]) < allowed, scaled, -jnp.inf)
     scaled = jnp.pad(scaled, ((0, 0), (0, -logits.shape[1] % BLOCK)), constant_values=-jnp.inf)
     peak = jnp.max(scaled, axis=-1, keepdims=True)
-    blocks = scaled.reshape(rows, -1, BLOCK)
+    choice = scaled if keep is None else _kept(scaled, *keep)
+    blocks = choice.reshape(rows, -1, BLOCK)
     mass = jnp.sum(jnp.exp(blocks - peak[:, :, None]), axis=-1)  # f32[B, V / BLOCK]
     block, total = _invert(mass, uniforms[:, 0])
+    if keep is not None:
+        total = jnp.sum(jnp.exp(scaled - peak), axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # f32[B, BLOCK]
     drawn = block * BLOCK + _invert(jnp.exp(inside - peak), uniforms[:, 1])[0]
     # The bound only matters for logits that are NaN: the id stays a real one, and the log-prob says NaN.
     token = jnp.minimum(jnp.where(is_greedy, jnp.argmax(scaled, axis=-1), drawn), allowed - 1).astype(jnp.int32)
     logit = jnp.take_along_axis(scaled, token[:, None], axis=1)
     return token, (logit - peak)[:, 0] - jnp.log(total)
+
+
+def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """scaled f32[B, V] with -inf for what neither filter keeps."""
+    ranked = jnp.sort(scaled, axis=-1, descending=True)
+    rank = jnp.arange(scaled.shape[1])
+    inside = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
+    weights = jax.nn.softmax(jnp.where(inside, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(weights, axis=-1) - weights  # mass of the tokens that are more likely
+    inside &= (before < top_p[:, None]) | (rank == 0)
+    edge = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= edge, scaled, -jnp.inf)
 
 
 def _invert(mass: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:

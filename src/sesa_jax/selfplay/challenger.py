@@ -14,7 +14,7 @@ import numpy as np
 from sesa_jax.host.client import VerifyItem
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Problem, Rejected, Target, Trajectory
-from sesa_jax.rollout.engine import Request
+from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay import checks
 from sesa_jax.selfplay.game import Game
 

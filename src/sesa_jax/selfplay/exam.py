@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Question
-from sesa_jax.rollout.engine import Request
+from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay.game import Game
 from sesa_jax.selfplay.solver import judge
 

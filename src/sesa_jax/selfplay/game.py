@@ -12,7 +12,8 @@ from sesa_jax.host.client import HostClient
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Question, Role, Target, Trajectory
-from sesa_jax.rollout.engine import Engine, Request
+from sesa_jax.rollout.engine import Engine
+from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay import prompts
 from sesa_jax.worlds import World
 
@@ -47,7 +48,7 @@ class Game:
         return self.engine.rollout(
             self.deployed(params),
             requests,
-            lambda queries: self.host.search(queries, self.run.lengths.documents, purpose=purpose),
+            lambda queries: self.host.submit_search(queries, self.run.lengths.documents, purpose=purpose),
             seed=self.run.seed,
             step=step,
             weights_version=weights_version,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sesa_jax.host.client import Hit, HostClient, JudgeItem
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Document, Failure, Outcome, Problem, Trajectory
-from sesa_jax.rollout.engine import Request
+from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay.game import Game
 
 
