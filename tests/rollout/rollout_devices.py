@@ -9,18 +9,18 @@ from rollout_toy import ARCH, engine, play, policy, requests
 
 from sesa_jax.policy import sharding
 from sesa_jax.policy.arch import abstract
-from sesa_jax.rollout import engine as engine_module
+from sesa_jax.rollout.engine import Engine
 
 
 def main():
     rows = requests(4, 2) + requests(3, temperature=0.0, role='challenger')
-    caches, decode = [], engine_module.decode
+    places, launch = [], Engine.decode
 
-    def spy(params, cache, *args, **kwargs):
-        caches.append(cache.k[0].sharding)
-        return decode(params, cache, *args, **kwargs)
+    def spy(self, params, pool, rows):
+        places.append(pool.slots.own[0].k[0].sharding)
+        return launch(self, params, pool, rows)
 
-    engine_module.decode = spy
+    Engine.decode = spy
     seen = {}
     for name, devices, model in (('one', 1, 1), ('many', 8, 1), ('split', 8, 2)):
         sampler = engine(devices=devices, model=model)
@@ -28,7 +28,7 @@ def main():
         seen[name] = play(rows, params=jax.device_put(policy(), place), on=sampler)
     result = {name: [[row.ids.tolist(), row.stop_reason] for row in found] for name, found in seen.items()}
     result['devices'] = jax.device_count()
-    result['cache'] = list(caches[-1].spec)
+    result['cache'] = list(places[-1].spec)
     result['largest_logprob_difference'] = max(
         float(np.abs(a.logprobs - b.logprobs).max())
         for other in ('many', 'split')

@@ -1,27 +1,47 @@
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from rollout_toy import ARCH, END, ID, LENGTHS, PLAY, Bytes, World, always, engine, play, policy, requests
+from rollout_toy import (
+    ARCH,
+    END,
+    ID,
+    LENGTHS,
+    PLACES,
+    PLAY,
+    Bytes,
+    World,
+    always,
+    at_once,
+    engine,
+    play,
+    policy,
+    requests,
+)  # fmt: skip
 from transformers import PreTrainedTokenizerFast
 
-from sesa_jax.config import ConfigError
+from sesa_jax.config import ConfigError, Lengths
 from sesa_jax.policy import transformer
 from sesa_jax.policy.sharding import make_mesh
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.rollout import decode, episode
 from sesa_jax.rollout.engine import Engine
+from sesa_jax.rollout.programs import Programs
 from sesa_jax.rollout.row import Request
 
 TOKENIZER = Bytes()
@@ -72,14 +92,81 @@ def test_the_noise_of_the_test_policy_hangs_on_the_context():
     assert change.max() > 1e-2
 
 
-def test_a_row_has_the_same_tokens_alone_among_others_in_another_order_and_bucket():
+def test_a_row_has_the_same_tokens_alone_among_others_and_in_another_order():
     rows = requests(6, 2)
     together = tokens(play(rows))
     assert tokens(play(rows[::-1])) == together
-    assert tokens(play(rows, on=engine(buckets=(16,)))) == together
     for row in rows[3:9]:
         (alone,) = play([row])
         assert alone.ids.tolist() == together[alone.rollout_id]
+    for group in (rows[2:4], rows[8:10]):
+        assert tokens(play(group)).items() <= together.items()
+
+
+@pytest.mark.parametrize('chunk', [1, 3, 4, 16])
+def test_the_length_of_a_chunk_changes_no_token(chunk):
+    rows = requests(6, 2)
+    assert tokens(play(rows, on=engine(chunk=chunk))) == tokens(play(rows))
+
+
+def test_no_place_changes_a_token():
+    """Two groups at a time, single rows only, and places that rows outgrow, each with log-probs that are right."""
+    params, rows = policy(), requests(6, 2)
+    expected = play(rows, params=params)
+    assert max(len(row.ids) - row.prompt_length for row in expected) > 80
+    for places in ({'rows': 4, 'single': 2}, {'group_size': 1}, {'short': 80, 'long': 2}, {'single': 16, 'chunk': 3}):
+        found = play(rows, params=params, on=engine(**places))
+        assert tokens(found) == tokens(expected), places
+        assert_equal_to_full_forward(params, found)
+
+
+def test_rows_move_when_they_outgrow_their_place_and_when_few_are_left():
+    for sampler, moves in (
+        (engine(short=80, long=2), {('move', 'shared', 'long')}),
+        (engine(), {('move', 'shared', 'single')}),
+    ):
+        play(requests(6, 2), on=sampler)
+        assert moves <= sampler.programs.held.keys()
+
+
+def late(world, seconds):
+    """A search that takes a while, in a thread of its own."""
+    pool = concurrent.futures.ThreadPoolExecutor()
+
+    def search(queries):
+        time.sleep(seconds(queries))
+        return world(queries)
+
+    return lambda queries: pool.submit(search, queries)
+
+
+def play_late(rows, seconds, sampler):
+    params = transformer.unstack(policy(), ARCH)
+    return sampler.rollout(params, rows, late(World(), seconds), seed=0, step=0, weights_version=3, bank_version=4)
+
+
+def bits(trajectories):
+    return [(row.ids.tobytes(), row.logprobs.tobytes(), row.turns, row.stop_reason) for row in trajectories]
+
+
+@pytest.mark.parametrize('is_deterministic', [True, False])
+def test_the_latency_of_searches_changes_no_token_and_deterministically_no_bit(is_deterministic):
+    rows, sampler = requests(6, 2), engine(deterministic=is_deterministic)
+    at_once = play(rows)
+    for seconds in (lambda queries: 0, lambda queries: 0.03, lambda queries: 0.01 * (len(queries) % 3)):
+        slow = play_late(rows, seconds, sampler)
+        assert tokens(slow) == tokens(at_once)
+        np.testing.assert_allclose([r.logprobs.sum() for r in slow], [r.logprobs.sum() for r in at_once], rtol=1e-4)
+        if is_deterministic:
+            assert bits(slow) == bits(at_once)
+
+
+def test_the_device_computes_while_searches_run():
+    sampler = engine()
+    before = dict(sampler.seconds)
+    play_late(requests(16, 2, max_turns=9), lambda queries: 0.002, sampler)
+    spent = {name: sampler.seconds[name] - before.get(name, 0) for name in ('search', 'search_hidden')}
+    assert 0 < spent['search_hidden'] <= spent['search']
 
 
 def test_group_members_differ_and_so_do_steps_seeds_and_roles():
@@ -131,12 +218,17 @@ def test_each_terminator_is_one_action_and_nothing_follows_it():
         assert all(is_closing[turn.end - 1] for turn in row.turns)
 
 
-def test_searches_are_made_once_a_turn_in_row_order():
+def test_every_search_is_made_once_and_those_of_a_chunk_together_in_row_order():
     world = World()
     rows = play(requests(6, 2), world)
-    for number, call in enumerate(world.calls):
-        assert call == [row.searches[number].query for row in rows if len(row.searches) > number]
-    assert sum(map(len, world.calls)) == sum(len(row.searches) for row in rows)
+    made = [query for call in world.calls for query in call]
+    assert sorted(made) == sorted(search.query for row in rows for search in row.searches)
+    assert len(world.calls) < len(made)
+    order = {search.query: i for i, row in enumerate(rows) for search in row.searches}
+    only_once = [[q for q in call if made.count(q) == 1] for call in world.calls]
+    assert any(len(call) > 1 for call in only_once)
+    for call in only_once:
+        assert [order[query] for query in call] == sorted(order[query] for query in call)
 
 
 # --- how rows end -----------------------------------------------------------------------------------------------------
@@ -179,7 +271,7 @@ def test_every_end_id_ends_a_turn():
     class TwoEnds(Bytes):
         end_ids = frozenset({END, ID['hm']})
 
-    sampler = Engine(ARCH, TwoEnds(), make_mesh(1), LENGTHS, row_buckets=(8, 16))
+    sampler = Engine(ARCH, TwoEnds(), make_mesh(1), LENGTHS, places=PLACES)
     (row,) = play(requests(1), table=always('hm', '<answer>', ' red', end='</answer>'), noise=0, on=sampler)
     assert row.stop_reason == 'malformed'
     assert row.ids[row.prompt_length :].tolist() == [ID['hm']]
@@ -335,7 +427,7 @@ def test_control_tokens_in_documents_are_plain_text(real_tokenizer):
     table[writes[:-1], writes[1:]] = 20
     params = policy(noise=0)
     params['head'] = jnp.asarray(table) / np.sqrt(ARCH.width)
-    sampler = Engine(ARCH, tok, make_mesh(1), dataclasses.replace(LENGTHS, observation=150), row_buckets=(8,))
+    sampler = Engine(ARCH, tok, make_mesh(1), dataclasses.replace(LENGTHS, observation=150), places=PLACES)
     request = Request('solver', 'p', 0, 0, tok.encode('Go?'), 0.0, 2)
     text = f'a {" ".join(CONTROL)} </answer> b'
     (row,) = play([request], World(text=text), params=params, on=sampler)
@@ -350,7 +442,7 @@ def test_control_tokens_in_documents_are_plain_text(real_tokenizer):
 # --- shapes, batches, errors ------------------------------------------------------------------------------------------
 
 
-def test_more_rows_than_the_largest_bucket_are_split():
+def test_more_rows_than_places_wait_for_a_free_one():
     rows = requests(21, 1, temperature=0.0)
     result = play(rows)
     assert [row.problem_id for row in result] == [row.problem_id for row in rows]
@@ -358,14 +450,32 @@ def test_more_rows_than_the_largest_bucket_are_split():
 
 
 def test_a_second_call_compiles_nothing(caplog):
+    sampler = engine()
     play(requests(7, 2))
-    before, shapes = dict(engine().counters), set(engine().shapes)
+    held = set(sampler.programs.held)
+    assert sampler.counters['compilations'] == len(held) <= len(sampler.programs.table)
     params = transformer.unstack(policy(), ARCH)
     with caplog.at_level(logging.WARNING), jax.log_compiles():
-        engine().rollout(params, requests(7, 2), World(), seed=0, step=0, weights_version=0, bank_version=0)
+        sampler.rollout(params, requests(7, 2), at_once(World()), seed=0, step=0, weights_version=0, bank_version=0)
     assert not [record for record in caplog.records if 'Compiling' in record.getMessage()]
-    assert engine().shapes == shapes
-    assert engine().counters['compilations'] == before['compilations'] == len(shapes)
+    assert set(sampler.programs.held) == held
+
+
+def test_a_shape_that_is_not_in_the_table_is_an_error():
+    programs = Programs([('double', 2)])
+    double = jax.jit(lambda x: 2 * x)
+    assert programs.run(('double', 2), double, jnp.ones(2)).tolist() == [2, 2]
+    with pytest.raises(KeyError, match=r"no program of the table has the shape \('double', 3\)"):
+        programs.run(('double', 3), double, jnp.ones(3))
+
+
+def test_the_default_places_need_few_programs():
+    """Those that hold the model: at most 18, for both roles and the evaluation together."""
+    lengths = Lengths()
+    arch = dataclasses.replace(ARCH, max_positions=lengths.prompt + lengths.response)
+    table = Engine(arch, TOKENIZER, make_mesh(1), lengths, group_size=5).programs.table
+    model = [key for key in table if key[0] in ('prefill', 'append', 'decode', 'move') and key[-1] is not True]
+    assert len(model) <= 18
 
 
 def test_counters_add_up():
@@ -379,26 +489,48 @@ def test_counters_add_up():
     assert spent['action_tokens'] == sum(int(row.is_action.sum()) for row in result)
     assert spent['observation_tokens'] == sum(int((~row.is_action).sum()) - row.prompt_length for row in result)
     assert spent['searches'] == sum(len(row.searches) for row in result)
-    longest = [max(row.turns[n].end - row.turns[n].start for row in result if len(row.turns) > n) for n in range(4)]
-    assert spent['decode_steps'] == sum(longest), 'no step without an active row'
+    assert spent['prefill_tokens'] == sum(row.prompt_length - 1 for row in result[::2]), 'each prompt once'
+    assert spent['append_tokens'] == spent['observation_tokens'] > 0
+    places = spent['action_tokens'] + spent['idle_stopped'] + spent['idle_waiting'] + spent['idle_empty']
+    assert places <= spent['decode_steps'] * 16
 
 
-def test_the_cache_is_updated_in_place():
-    """The regression that copies a big buffer in every step of a loop: temporaries must stay far below the cache."""
-    rows, slots = 16, 2048
-    cache = transformer.init_cache(ARCH, rows, slots)
+def decode_program(rows=16, chunk=8, prompt=2048, block=4096):
+    """The compiled decode chunk of the toy, and its slots."""
+    slots = transformer.init_slots(ARCH, rows // 2, 2, prompt, (block,))
     zeros = jnp.zeros(rows, jnp.int32)
-    inputs = decode.Inputs(zeros, zeros, zeros, zeros, jnp.zeros((decode.CHUNK, rows, 2)), jnp.ones(rows))
+    inputs = decode.Inputs(
+        zeros[::2], zeros, zeros, zeros, zeros, jnp.zeros((chunk, rows, 2)), jnp.ones(rows), zeros, jnp.ones(rows)
+    )
     stops = (jnp.zeros((26, ARCH.vocab), jnp.uint8), jnp.zeros(26, bool), jnp.zeros(ARCH.vocab, bool))
     layered = transformer.unstack(policy(), ARCH)
-    memory = (
-        decode.decode.lower(layered, cache, inputs, stops, 0, arch=ARCH, mesh=make_mesh(1), allowed=ARCH.vocab)
-        .compile()
-        .memory_analysis()
+    lowered = decode.decode.lower(
+        layered, slots.prompt, slots.own, inputs, stops, arch=ARCH, mesh=make_mesh(1), allowed=ARCH.vocab
     )
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 4
+    return lowered.compile(), slots, layered
+
+
+def test_slots_are_updated_in_place():
+    """The regression that copies a big buffer in every step of a loop: temporaries must stay far below the slots."""
+    compiled, slots, _ = decode_program()
+    memory = compiled.memory_analysis()
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(slots.own))
+    assert memory.alias_size_in_bytes >= own
+    assert memory.temp_size_in_bytes < own / 4
+
+
+def test_nothing_large_is_copied_or_transposed_in_a_decode_step():
+    compiled, slots, _ = decode_program()
+    smallest = min(leaf.nbytes for leaf in jax.tree.leaves(slots))
+    assert smallest >= 2**20
+    for kind, size in moved(compiled.as_text()):
+        assert size < 2**20, kind
+
+
+def moved(text):
+    """(what, bytes) of every copy and transpose of float32 in an HLO module."""
+    for shape, kind in re.findall(r'= f32\[([0-9,]+)\]\S* (copy|transpose)\(', text):
+        yield kind, 4 * math.prod(int(n) for n in shape.split(','))
 
 
 def test_no_requests_give_no_rows():
@@ -437,6 +569,14 @@ def test_lengths_that_cannot_work_are_refused(changes, message):
 def test_a_search_that_loses_a_result_is_an_error():
     with pytest.raises(ValueError, match='0 results for 1 queries'):
         play(requests(1), lambda queries: [], table=SEARCH, noise=0)
+
+
+def test_what_a_search_raises_is_raised():
+    def broken(queries):
+        raise OSError('the wire is cut')
+
+    with pytest.raises(OSError, match='the wire is cut'):
+        play_late(requests(3, 2), broken, engine())
 
 
 def test_a_policy_of_nan_is_an_error():

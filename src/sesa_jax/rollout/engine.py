@@ -263,5 +263,5 @@ class Engine:
 
 
 def _observation_size(lengths: Lengths) -> int:
-    """Tokens that an observation is padded to; the token before it is taken in with it."""
-    return -(-(lengths.observation + 1) // 32) * 32
+    """Tokens that an observation is padded to: its last one is the next to be fed, the one before it is taken in."""
+    return -(-lengths.observation // 32) * 32
