@@ -11,6 +11,7 @@ from sesa_jax.run import plan
 
 GB = 1e9
 QWEN3_8B = 2 * 151936 * 4096 + 4096 + 36 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128)
+TOKEN = 2 * 36 * 8 * 128 * 2  # bytes of keys and values
 HLO = """
   %a = bf16[36,4096,1024]{2,1,0} all-gather(%x), channel_id=1
   %b = (f32[8]{0}, f32[2,3]{1,0}) all-reduce(%y, %z), to_apply=%add
@@ -33,7 +34,7 @@ def planned(tmp_path, *flags):
 
 @pytest.mark.slow
 def test_qwen3_8b_on_eight_devices_of_80_gb(tmp_path):
-    done, found = planned(tmp_path, '--model', 'qwen3-8b', '--row-buckets', '64')
+    done, found = planned(tmp_path, '--model', 'qwen3-8b')
     assert done.returncode == 0, done.stderr
     assert found['parameters'] == QWEN3_8B
     sizes = {part['name']: part['size'] / GB for part in found['parts']}
@@ -44,8 +45,10 @@ def test_qwen3_8b_on_eight_devices_of_80_gb(tmp_path):
         'gradients, float32': 4 * share,
         'reference, bfloat16, shared': 2 * share,
         'decode copy, bfloat16': 2 * share,  # TP8: heads 32 and 8
-        # 64 rows of 16,384 slots, keys and values of 36 layers, 8 heads of 128 in bfloat16, split over 8 devices
-        'KV slots, working': 64 * 16384 * 2 * 36 * 8 * 128 * 2 / 8 / GB,
+        # keys and values of 36 layers, 8 heads of 128 in bfloat16, split over 8 devices
+        'KV of 125 shared rows': (25 * 4096 + 125 * 2048) * TOKEN / 8 / GB,
+        'KV of 64 single rows': 64 * (4096 + 2048) * TOKEN / 8 / GB,
+        'KV of 16 long rows': 16 * (4096 + 8192) * TOKEN / 8 / GB,
         # a residual of 4,096 in bfloat16 for each of 36 layers and 12,288 tokens, and one layer's own
         'activations, 12,288 tokens': 12288 * (36 * 4096 * 2 + 250_000) / GB,
         'logits chunk and head': (1024 * 151936 * 12 + 6 * 4096 * 151936) / GB,

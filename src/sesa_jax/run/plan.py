@@ -29,7 +29,7 @@ from sesa_jax.grpo.microbatch import LENGTHS
 from sesa_jax.policy import sharding, transformer
 from sesa_jax.policy.arch import Architecture, abstract, parameter_count, shapes
 from sesa_jax.rollout import decode as decoding
-from sesa_jax.rollout.cache import LENGTH_BUCKETS, bucket
+from sesa_jax.rollout.cache import PoolShape, pool_shapes
 
 RESERVED = 0.08
 """Share of a device that is not planned for: CUDA context, cuDNN workspaces, fragments."""
@@ -68,7 +68,6 @@ def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.M
     roles = 2 if run.self_play else 1
     rows, tokens = micro_batch_shape(run, train)
     local = rows // train.shape['data'] * tokens
-    cache = tree_bytes(cache_shapes(run, arch, decode))
     if run.offload:
         states = [Part('masters and moments of the role in its update', 3 * masters, 'tree', True, False)]
     else:
@@ -81,8 +80,10 @@ def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.M
         Part('gradients, float32', masters, 'tree', True, False),
         Part('reference, bfloat16, shared', reference, 'tree', True, True),
         Part('decode copy, bfloat16', copy, 'tree', False, True),
-        Part('KV slots, working', cache, 'tree', False, True),
-        Part('KV slots, parked', cache, 'tree', False, True),
+        *(
+            Part(f'KV of {shape.rows} {name} rows', tree_bytes(slot_shapes(shape, arch, decode)), 'tree', False, True)
+            for name, shape in rollout_pools(run, decode).items()
+        ),
         Part(f'activations, {local:,} tokens', local * activation_bytes(run, arch), 'count', True, False),
         Part('logits chunk and head', head_bytes(arch), 'count', True, False),
         Part('decode step: logits, staging', decode_step_bytes(run, arch, decode), 'count', False, True),
@@ -109,7 +110,7 @@ def head_bytes(arch: Architecture) -> int:
 def decode_step_bytes(run: Run, arch: Architecture, mesh: sharding.Mesh) -> int:
     """Logits of a step with their softmax in float32, and the staging buffers of a chunk."""
     rows = decode_rows(run, mesh) // mesh.shape['data']
-    staging = 2 * 2 * arch.layers * arch.kv_heads * arch.head_size * decoding.CHUNK // mesh.shape['model']
+    staging = 2 * 2 * arch.layers * arch.kv_heads * arch.head_size * run.rollout.chunk // mesh.shape['model']
     return rows * (3 * 4 * arch.vocab + staging)
 
 
@@ -121,9 +122,13 @@ def micro_batch_shape(run: Run, mesh: sharding.Mesh) -> tuple[int, int]:
     return max(run.grpo.micro_batch_tokens // tokens // ways, 1) * ways, tokens
 
 
+def rollout_pools(run: Run, mesh: sharding.Mesh) -> dict[str, PoolShape]:
+    return pool_shapes(run.rollout, run.lengths, run.solver.rollouts, mesh)
+
+
 def decode_rows(run: Run, mesh: sharding.Mesh) -> int:
-    most = min(max(run.row_buckets), max(run.problems * run.solver.rollouts, 1))
-    return sharding.padded_rows(bucket(most, sorted(run.row_buckets)), mesh)
+    """Rows of the largest decode program."""
+    return max(shape.rows for shape in rollout_pools(run, mesh).values())
 
 
 # --- abstract arguments ----------------------------------------------------------------------------------------------
@@ -141,11 +146,12 @@ def deployed_shapes(arch: Architecture, mesh: sharding.Mesh) -> Any:
     return placed(layered, sharding.unstacked(layout, arch.layers))
 
 
-def cache_shapes(run: Run, arch: Architecture, mesh: sharding.Mesh) -> Any:
-    slots = bucket(run.lengths.prompt + run.lengths.response + decoding.CHUNK, LENGTH_BUCKETS)
-    rows = decode_rows(run, mesh)
-    cache = jax.eval_shape(lambda: transformer.init_cache(arch, rows, slots, jnp.bfloat16))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.cache(mesh)), cache)
+def slot_shapes(shape: PoolShape, arch: Architecture, mesh: sharding.Mesh) -> transformer.Slots:
+    def make() -> transformer.Slots:
+        return transformer.init_slots(arch, shape.groups, shape.group_size, shape.prompt, shape.blocks, jnp.bfloat16)
+
+    layout = sharding.cache(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), jax.eval_shape(make))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -173,22 +179,8 @@ def programs(
         params, reference, (rows, tokens), arch=arch, grpo=run.grpo, optimizer=run.optimizer, mesh=train,
         response_length=run.lengths.response, dtype=jnp.bfloat16,
     )  # fmt: skip
-    whole = sharding.replicated(decode)
-    count, vocab = decode_rows(run, decode), arch.vocab
-
-    def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-
-    column = array((count,), jnp.int32)
-    inputs = decoding.Inputs(
-        column, column, column, column, array((decoding.CHUNK, count, 2), jnp.float32), array((count,), jnp.float32)
-    )
-    stops = (array((32, vocab), jnp.uint8), array((32,), jnp.bool), array((vocab,), jnp.bool))
-    arguments = (deployed_shapes(arch, decode), cache_shapes(run, arch, decode), inputs, stops)
-    lowered['decode'] = (
-        lambda: decoding.decode.lower(*arguments, 0, arch=arch, mesh=decode, allowed=arch.vocab),
-        arguments,
-    )
+    arguments, lower = decode_program(run, arch, decode)
+    lowered['decode'] = lower, arguments
     found = []
     for name, (lower, trees) in lowered.items():
         say(f'compiling {name}')
@@ -201,6 +193,33 @@ def programs(
             )
         )
     return found
+
+
+def decode_program(
+    run: Run, arch: Architecture, mesh: sharding.Mesh
+) -> tuple[tuple[Any, ...], Callable[[], jax.stages.Lowered]]:
+    """Abstract arguments of the chunk that decodes the solver's groups, all blocks in use, and its lowering."""
+    shape, chunk, vocab = rollout_pools(run, mesh)['shared'], run.rollout.chunk, arch.vocab
+    slots = slot_shapes(shape, arch, mesh)
+    whole = sharding.replicated(mesh)
+
+    def array(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+
+    inputs = decoding.Inputs(
+        prompt_length=array(shape.groups),
+        token=array(shape.rows),
+        start=array(shape.rows),
+        state=array(shape.rows),
+        budget=array(shape.rows),
+        uniforms=array(chunk, shape.rows, 2, dtype=jnp.float32),
+        temperature=array(shape.rows, dtype=jnp.float32),
+        top_k=array(shape.rows),
+        top_p=array(shape.rows, dtype=jnp.float32),
+    )
+    stops = (array(32, vocab, dtype=jnp.uint8), array(32, dtype=jnp.bool), array(vocab, dtype=jnp.bool))
+    arguments = (deployed_shapes(arch, mesh), slots.prompt, slots.own, inputs, stops)
+    return arguments, lambda: decoding.decode.lower(*arguments, arch=arch, mesh=mesh, allowed=vocab)
 
 
 def census(text: str) -> dict[str, tuple[int, int]]:
@@ -258,19 +277,20 @@ def peak(found: Iterable[Part]) -> tuple[int, str]:
 
 def ways_out(run: Run) -> list[tuple[list[str], Run]]:
     """Flags that need less memory and the run with them: what costs only time first, shorter answers last."""
-    rows = [most for most in (max(run.row_buckets) >> n for n in range(6)) if most]
+    rows = [most for n in range(6) if (most := run.rollout.rows >> n) >= run.solver.rollouts]
     options = []
     for shrink, micro, offload, count in itertools.product((1, 2, 4), (1, 4), (run.offload, True), rows):
         response, tokens = run.lengths.response // shrink, run.grpo.micro_batch_tokens // micro
         flags = {
             '--offload': offload and not run.offload,
-            f'--row-buckets {count}': count != max(run.row_buckets),
+            f'--rollout.rows {count}': count != run.rollout.rows,
+            f'--rollout.single {min(count, run.rollout.single)}': count < run.rollout.single,
             f'--grpo.micro-batch-tokens {tokens}': micro > 1,
             f'--lengths.response {response}': shrink > 1,
         }
         smaller = dataclasses.replace(
             run,
-            row_buckets=(count,),
+            rollout=dataclasses.replace(run.rollout, rows=count, single=min(count, run.rollout.single)),
             offload=offload,
             lengths=dataclasses.replace(run.lengths, response=response),
             grpo=dataclasses.replace(run.grpo, micro_batch_tokens=tokens),
