@@ -32,6 +32,7 @@ class Rule:
 
 
 Rules = Mapping[str, Rule]
+VOCAB_BLOCK = 128  # tokens of the vocabulary whose mass the sampler sums up at once
 
 WHOLE = Rule()
 TRAIN: Rules = {
@@ -149,6 +150,21 @@ def rows(mesh: Mesh) -> NamedSharding:
 def cache(mesh: Mesh) -> NamedSharding:
     """Keys and values [B, K, S, H]: rows split over 'data', kv heads over 'model'."""
     return NamedSharding(mesh, PartitionSpec('data', 'model'))
+
+
+def padded_vocab(vocab: int, mesh: Mesh) -> int:
+    """The vocabulary of a decode copy: it holds `vocab`, and each device of 'model' gets whole blocks of the sampler."""
+    block = VOCAB_BLOCK * mesh.shape['model']
+    return -(-vocab // block) * block
+
+
+def decode_arch(arch: Architecture, mesh: Mesh) -> Architecture:
+    return dataclasses.replace(arch, vocab=padded_vocab(arch.vocab, mesh))
+
+
+def logits(mesh: Mesh, vocab: int) -> NamedSharding:
+    """Logits [B, V] of a decode step: V is split over 'model' where that leaves whole blocks of the sampler."""
+    return NamedSharding(mesh, PartitionSpec('data', 'model' if vocab == padded_vocab(vocab, mesh) else None))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

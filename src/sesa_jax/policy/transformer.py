@@ -188,13 +188,18 @@ def logits(params: Params, arch: Architecture, hidden: jax.Array, *, dtype: Any 
 
 
 def unstack(params: Params, arch: Architecture, dtype: Any = None) -> Params:
-    """The same parameters with 'layers' as a tuple of L dicts, cast to `dtype` if given.
+    """The same parameters with 'layers' as a tuple of L dicts, cast to `dtype` if given; where arch.vocab is larger than
+    theirs, embedding and head have zeros behind it.
 
     Call it once per policy update, under a `jit` of its own, and pass the result to the decode functions.
     """
     cast = params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
     layers = tuple(jax.tree.map(lambda x, i=i: x[i], cast['layers']) for i in range(arch.layers))
-    return {**cast, 'layers': layers}
+    more = arch.vocab - cast['embed'].shape[0]
+    words = {'embed': jnp.pad(cast['embed'], ((0, more), (0, 0)))}
+    if not arch.tied:
+        words['head'] = jnp.pad(cast['head'], ((0, 0), (0, more)))
+    return {**cast, **words, 'layers': layers}
 
 
 def init_cache(arch: Architecture, rows: int, size: int, dtype: Any = jnp.float32) -> Cache:
@@ -330,7 +335,7 @@ def decode_step(
 
 def merge(slots: Slots, staging: Cache, start: jax.Array, count: jax.Array) -> Slots:
     """Moves the first count i32[R] staged columns of each row to its own places start i32[R] onward."""
-    return _added(slots, jnp.arange(len(start)), staging, start, count)
+    return _added(slots, None, staging, start, count)
 
 
 def _positions(size: int, begin: int, filled: jax.Array, offset: jax.Array | int) -> jax.Array:
@@ -344,8 +349,9 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode='clip')
 
 
-def _added(slots: Slots, rows: jax.Array, new: Cache, start: jax.Array, count: jax.Array) -> Slots:
-    """The slots with the first count i32[E] columns of `new` at the own places start i32[E] onward of rows i32[E]."""
+def _added(slots: Slots, rows: jax.Array | None, new: Cache, start: jax.Array, count: jax.Array) -> Slots:
+    """The slots with the first count i32[E] columns of `new` at the own places start i32[E] onward of rows i32[E], or of
+    each row."""
     own = []
     for begin, block in zip(slots.begins, slots.own, strict=True):
         k, v = (
@@ -356,10 +362,15 @@ def _added(slots: Slots, rows: jax.Array, new: Cache, start: jax.Array, count: j
     return Slots(slots.prompt, tuple(own))
 
 
-def _write(old: jax.Array, rows: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Puts new [E, K, T, H] into places start.. of rows of old [R, K, S, H]; outside of it nothing is written."""
+def _write(old: jax.Array, rows: jax.Array | None, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts new [E, K, T, H] into places start.. of rows of old [R, K, S, H]; outside of it nothing is written.
+
+    rows None: E is R, row by row, so that rows that are split over devices stay where they are.
+    """
     offsets = jnp.arange(new.shape[2])
     place = start[:, None] + offsets
     place = jnp.where((offsets < count[:, None]) & (place >= 0), place, old.shape[2])  # [E, T]; S drops
     updates = new.transpose(0, 2, 1, 3).astype(old.dtype)  # the indexed axes come first: [E, T, K, H]
+    if rows is None:
+        return jax.vmap(lambda x, where, new: x.at[:, where].set(new.swapaxes(0, 1), mode='drop'))(old, place, updates)
     return old.at[rows[:, None], :, place].set(updates, mode='drop')

@@ -157,11 +157,15 @@ def decode(
             params, arch, slots, loop.staging, loop.step, loop.token, inputs.prompt_length, inputs.start
         )
         logits = transformer.logits(params, arch, hidden, dtype=dtype)
-        # Gathered, a split vocabulary costs a row's logits over the wire; the sampler then has the same bits anywhere.
-        logits = jax.lax.with_sharding_constraint(logits, sharding.rows(mesh))
+        logits = jax.lax.with_sharding_constraint(logits, sharding.logits(mesh, logits.shape[1]))
         keep = (inputs.top_k, inputs.top_p) if is_filtered else None
         token, logprob = sampling.sample(
-            logits, inputs.uniforms[loop.step], inputs.temperature, allowed=allowed, keep=keep
+            logits,
+            inputs.uniforms[loop.step],
+            inputs.temperature,
+            allowed=allowed,
+            keep=keep,
+            rows_sharding=sharding.rows(mesh),
         )
         state = table[loop.state, token].astype(jnp.int32)
         count = loop.count + is_active

@@ -3,7 +3,8 @@
 A token is drawn by inverting the cumulative distribution in two levels: one uniform picks a block of the vocabulary by
 its mass, a second one picks the token inside that block. The product of the two is the softmax, it needs two random
 numbers a row where the Gumbel trick needs one per vocabulary entry, and the normaliser that it computes anyway is the
-one of the log-probability. Top-k and top-p, for evaluation, choose among fewer tokens; the log-probability stays that of
+one of the log-probability. A vocabulary that is split over devices stays split: what travels is the mass of each block,
+and the block that was picked. Top-k and top-p, for evaluation, choose among fewer tokens; the log-probability stays that of
 the whole distribution, which is the policy's.
 """
 
@@ -13,9 +14,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from sesa_jax.policy.sharding import VOCAB_BLOCK as BLOCK
 from sesa_jax.records import Role
 
-BLOCK = 128  # a power of two that divides the vocabularies of the supported families; others are padded
 ROLES: dict[Role, int] = {'challenger': 0, 'solver': 1}
 
 
@@ -51,6 +52,7 @@ def sample(
     *,
     allowed: int,
     keep: tuple[jax.Array, jax.Array] | None = None,
+    rows_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw one token a row, as a pure function of the random numbers.
 
@@ -60,6 +62,7 @@ def sample(
       temperature: f32[B]; 0 takes the most likely token (the lowest id among equals).
       allowed: ids >= allowed (rows of a padded vocabulary) are neither drawn nor normalised over.
       keep: top_k i32[B] (0: all) and, within those, top_p f32[B] (1: all); equals at the edge stay together.
+      rows_sharding: where the masses of the blocks are brought together, for logits whose V is split.
 
     Returns:
       token i32[B], and its log-probability f32[B] under the unfiltered distribution at that temperature (at
@@ -75,15 +78,18 @@ def sample(
     choice = scaled if keep is None else _kept(scaled, *keep)
     blocks = choice.reshape(rows, -1, BLOCK)
     mass = jnp.sum(jnp.exp(blocks - peak[:, :, None]), axis=-1)  # f32[B, V / BLOCK]
+    if rows_sharding is not None:
+        mass = jax.lax.with_sharding_constraint(mass, rows_sharding)
     block, total = _invert(mass, uniforms[:, 0])
     if keep is not None:
         total = jnp.sum(jnp.exp(scaled - peak), axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # f32[B, BLOCK]
-    drawn = block * BLOCK + _invert(jnp.exp(inside - peak), uniforms[:, 1])[0]
+    offset = _invert(jnp.exp(inside - peak), uniforms[:, 1])[0]
     # The bound only matters for logits that are NaN: the id stays a real one, and the log-prob says NaN.
+    drawn = block * BLOCK + offset
     token = jnp.minimum(jnp.where(is_greedy, jnp.argmax(scaled, axis=-1), drawn), allowed - 1).astype(jnp.int32)
-    logit = jnp.take_along_axis(scaled, token[:, None], axis=1)
-    return token, (logit - peak)[:, 0] - jnp.log(total)
+    logit = jnp.where(is_greedy, peak[:, 0], jnp.take_along_axis(inside, offset[:, None], axis=1)[:, 0])
+    return token, logit - peak[:, 0] - jnp.log(total)
 
 
 def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

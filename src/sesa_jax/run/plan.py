@@ -140,6 +140,7 @@ def placed(tree: Any, layout: Any) -> Any:
 
 
 def deployed_shapes(arch: Architecture, mesh: sharding.Mesh) -> Any:
+    arch = sharding.decode_arch(arch, mesh)
     layout = sharding.shardings(abstract(arch), sharding.DECODE, mesh)
     stacked = shapes(arch, jnp.bfloat16)
     layered = jax.eval_shape(lambda tree: transformer.unstack(tree, arch), stacked)
@@ -199,6 +200,7 @@ def decode_program(
     run: Run, arch: Architecture, mesh: sharding.Mesh
 ) -> tuple[tuple[Any, ...], Callable[[], jax.stages.Lowered]]:
     """Abstract arguments of the chunk that decodes the solver's groups, all blocks in use, and its lowering."""
+    arch = sharding.decode_arch(arch, mesh)
     shape, chunk, vocab = rollout_pools(run, mesh)['shared'], run.rollout.chunk, arch.vocab
     slots = slot_shapes(shape, arch, mesh)
     whole = sharding.replicated(mesh)

@@ -39,6 +39,11 @@ class Backbone:
     dtype: Any  # of the arithmetic; masters and moments are float32
     params: Params  # initial weights in `dtype`, frozen: the reference of the KL term, shared by both roles
 
+    @property
+    def decode_arch(self) -> Architecture:
+        """That of the decode copy, whose vocabulary is padded."""
+        return sharding.decode_arch(self.arch, self.decode_mesh)
+
 
 def load(run: Run) -> Backbone:
     """Read the model of a run onto its devices. ConfigError names what is wrong with the folder or the device count."""
@@ -75,13 +80,14 @@ def initial_states(run: Run, backbone: Backbone) -> dict[Role, learner.TrainStat
 def deployment(backbone: Backbone) -> Callable[[Params], Params]:
     """From parameters in the train layout, on the devices or in host memory, to the decode layout in `dtype`."""
     train = sharding.shardings(abstract(backbone.arch), sharding.TRAIN, backbone.mesh)
-    decode = sharding.shardings(abstract(backbone.arch), sharding.DECODE, backbone.decode_mesh)
+    arch = backbone.decode_arch
+    decode = sharding.shardings(abstract(arch), sharding.DECODE, backbone.decode_mesh)
 
     def cast_then_move(params: Params) -> Params:
         cast = jax.tree.map(lambda x: x.astype(backbone.dtype), params)
-        return transformer.unstack(jax.lax.with_sharding_constraint(cast, train), backbone.arch)
+        return transformer.unstack(jax.lax.with_sharding_constraint(cast, train), arch)
 
-    jitted = jax.jit(cast_then_move, out_shardings=sharding.unstacked(decode, backbone.arch.layers))
+    jitted = jax.jit(cast_then_move, out_shardings=sharding.unstacked(decode, arch.layers))
     return lambda params: jitted(sharding.onload(params))
 
 
@@ -93,7 +99,7 @@ def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:
         world=world,
         tokenizer=backbone.tokenizer,
         engine=Engine(
-            backbone.arch,
+            backbone.decode_arch,
             backbone.tokenizer,
             backbone.decode_mesh,
             run.lengths,
