@@ -1,0 +1,303 @@
+"""What `experiments.bench rollout` measures: the contenders, what they must agree on, and the figures.
+
+* `ours`: the engine of the main job, called as the trainer calls it, log-probs included.
+* `plain`: what one writes in an afternoon: every row has its own copy of the prompt, one cache of full length, and one
+  `while_loop` until the last row has ended, with `jax.random.categorical`.
+* `transformers`: `generate` with its default cache, float32, as many threads as there are cores, without log-probs.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sesa_jax import config
+from sesa_jax.policy import backbones, hf, sharding, transformer
+from sesa_jax.policy.arch import Architecture, abstract
+from sesa_jax.policy.tokenizer import Tokenizer
+from sesa_jax.records import Document, Search
+from sesa_jax.rollout.engine import Engine
+from sesa_jax.rollout.row import Request
+
+Say = Callable[[str], None]
+UNIFORM = 1e6  # a temperature at which every token is as likely as any other
+
+
+class Disagreement(Exception):
+    """Contenders that do not compute the same."""
+
+
+class Silent:
+    """The real tokenizer's sizes, with tokens that neither end a turn nor spell a tag; rows then have a known length."""
+
+    def __init__(self, real: Tokenizer) -> None:
+        self.encode, self.vocab_size, self.pad_id = real.encode, real.vocab_size, real.pad_id
+        self.end_ids: frozenset[int] = frozenset()
+        self.token_bytes = [b''] * real.vocab_size
+
+
+class Searching(Silent):
+    """One token in `every` spells a whole search: with uniform sampling, turns have that mean length."""
+
+    def __init__(self, real: Tokenizer, every: int) -> None:
+        super().__init__(real)
+        self.token_bytes = [b'' if i % every else b'<search>x</search>' for i in range(real.vocab_size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    folder: Any
+    arch: Architecture  # as the decode copy has it
+    tokenizer: Tokenizer
+    params: Any  # the decode copy
+    mesh: Any
+
+    @classmethod
+    def load(cls, name: str) -> Model:
+        folder = backbones.resolve(name)
+        tokenizer = Tokenizer(folder, template=backbones.template_of(name))
+        mesh = sharding.make_mesh(1)
+        arch = hf.load_architecture(folder)
+        params = hf.load_params(folder, arch, sharding.shardings(abstract(arch), sharding.TRAIN, mesh))
+        arch = sharding.decode_arch(arch, mesh)
+        return cls(folder, arch, tokenizer, jax.jit(transformer.unstack, static_argnums=1)(params, arch), mesh)
+
+    def engine(self, tokenizer: Any, groups: int, group: int, prompt: int, response: int, **lengths: int) -> Engine:
+        sizes = config.Lengths(prompt=prompt, response=response, **{'turn': response, 'observation': 128, **lengths})
+        places = config.Rollout(rows=groups * group, single=groups, long=0)
+        return Engine(self.arch, tokenizer, self.mesh, sizes, places=places, group_size=group)
+
+
+def measure(flags: Any, interleaved: Callable[..., dict[str, Any]], say: Say) -> dict[str, Any]:
+    """Every figure of the benchmark; `say` is told each as it is found."""
+    model = Model.load(flags.model)
+    found: dict[str, Any] = {'calls': {}, 'turns': [], 'growth': {}}
+    for prompts, group in dict.fromkeys([(flags.prompts, flags.group), (flags.prompts, 1), (1, 1)]):
+        name = f'{prompts} x {group}'
+        found['calls'][name] = one_call(model, flags, prompts, group, interleaved, lambda s, n=name: say(f'{n}: {s}'))
+    if flags.growth:
+        found['growth'] = growth(model, flags, say)
+    if flags.turns:
+        found['turns'] = with_searches(model, flags, say)
+    return found
+
+
+# --- one turn of known length -----------------------------------------------------------------------------------------
+
+
+def one_call(
+    model: Model, flags: Any, prompts: int, group: int, interleaved: Callable[..., dict[str, Any]], say: Say
+) -> dict[str, Any]:
+    """Ratios of a whole call, and of decoding alone (a call less one that samples a single token)."""
+    ids = np.random.default_rng(0).integers(10, model.tokenizer.vocab_size, (prompts, flags.prompt_tokens))
+    contenders = {'plain': Plain(model, ids, group)}
+    if (theirs := Transformers.load(model, ids, group)) is not None:
+        contenders['transformers'] = theirs
+    ours = Ours(model, ids, group, flags.new_tokens)
+    expected = ours(flags.new_tokens, 0.0)
+    for name, other in contenders.items():
+        if not np.array_equal(other(flags.new_tokens, 0.0), expected):
+            raise Disagreement(f'{name} has other greedy tokens than ours for {prompts} prompts')
+    say(f'{flags.new_tokens} greedy tokens of each prompt are equal: ours, {", ".join(contenders)}')
+    ratios = {}
+    for what, tokens in (('whole call', flags.new_tokens), ('one token', 1)):
+        others = {name: functools.partial(other, tokens, 1.0) for name, other in contenders.items()}
+        ratios[what] = interleaved(functools.partial(ours, tokens, 1.0), others, flags.pairs)
+    result: dict[str, Any] = {}
+    for name in contenders:
+        whole, one = ratios['whole call'][name], ratios['one token'][name]
+        decoding = (whole.least_seconds_other - one.least_seconds_other) / (whole.least_seconds - one.least_seconds)
+        result[name] = {
+            'whole_call': dataclasses.asdict(whole), 'one_token': dataclasses.asdict(one), 'decoding_alone': decoding,
+        }  # fmt: skip
+        say(f'{name}: whole call {whole}, decoding alone {decoding:.2f}x (of the least times)')
+    return result
+
+
+class Ours:
+    def __init__(self, model: Model, ids: np.ndarray, group: int, new_tokens: int) -> None:
+        self.model, self.ids, self.group = model, ids, group
+        self.engine = model.engine(Silent(model.tokenizer), len(ids), group, ids.shape[1], new_tokens)
+
+    def __call__(self, tokens: int, temperature: float) -> np.ndarray:
+        """i32[rows, tokens]"""
+        requests = [
+            Request('solver', str(i), i, sample, row.tolist(), temperature, 1, turn_tokens=tokens)
+            for i, row in enumerate(self.ids)
+            for sample in range(self.group)
+        ]
+        rows = rollout(self.engine, self.model, requests, scripted(0.0))
+        return np.array([row.ids[row.prompt_length :] for row in rows])
+
+
+def rollout(engine: Engine, model: Model, requests: Sequence[Request], search: Any) -> Any:
+    return engine.rollout(model.params, requests, search, seed=0, step=0, weights_version=0, bank_version=0)
+
+
+class Plain:
+    def __init__(self, model: Model, ids: np.ndarray, group: int) -> None:
+        self.model, self.ids = model, jnp.asarray(np.repeat(ids, group, axis=0), jnp.int32)
+
+    def __call__(self, tokens: int, temperature: float) -> np.ndarray:
+        sampled = plain(
+            self.model.params, self.ids, temperature, arch=self.model.arch, tokens=tokens,
+            allowed=self.model.tokenizer.vocab_size,
+        )  # fmt: skip
+        return np.asarray(sampled[0])
+
+
+@functools.partial(jax.jit, static_argnames=('arch', 'tokens', 'allowed'))
+def plain(
+    params: Any, ids: jax.Array, temperature: jax.Array, *, arch: Architecture, tokens: int, allowed: int
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens i32[R, tokens], their log-probs) behind prompts ids i32[R, T] of one length."""
+    rows, length = ids.shape
+    prompt = transformer.prefill(params, arch, ids[:, :-1], jnp.full(rows, length - 1))
+    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, 0))), prompt)
+    slots = transformer.Slots(transformer.init_cache(arch, rows, 1), (cache,))  # no shared prompt
+    none = jnp.zeros(rows, jnp.int32)
+
+    def body(state: Any) -> Any:
+        step, slots, token, key, sampled, logprobs = state
+        start = none + length - 1 + step
+        staging = transformer.init_cache(arch, rows, 1)
+        hidden, staging = transformer.decode_step(params, arch, slots, staging, jnp.int32(0), token, none, start)
+        slots = transformer.merge(slots, staging, start, none + 1)
+        logits = jnp.where(jnp.arange(arch.vocab) < allowed, transformer.logits(params, arch, hidden), -jnp.inf)
+        scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+        key, now = jax.random.split(key)
+        token = jnp.where(temperature > 0, jax.random.categorical(now, scaled), jnp.argmax(logits, axis=-1))
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=1)[:, 0]
+        return step + 1, slots, token, key, sampled.at[:, step].set(token), logprobs.at[:, step].set(logprob)
+
+    empty = (jnp.zeros((rows, tokens), jnp.int32), jnp.zeros((rows, tokens)))
+    state = (jnp.int32(0), slots, ids[:, -1], jax.random.key(0), *empty)
+    return jax.lax.while_loop(lambda state: state[0] < tokens, body, state)[-2:]
+
+
+class Transformers:
+    def __init__(self, torch: Any, model: Any, ids: np.ndarray, group: int) -> None:
+        self.torch, self.model, self.ids, self.group = torch, model, torch.tensor(ids), group
+
+    @classmethod
+    def load(cls, model: Model, ids: np.ndarray, group: int) -> Transformers | None:
+        """None without torch."""
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            return None
+        torch.set_num_threads(os.cpu_count() or 1)
+        loaded = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32, local_files_only=True)
+        return cls(torch, loaded.eval(), ids, group)
+
+    def __call__(self, tokens: int, temperature: float) -> np.ndarray:
+        sampling: dict[str, Any] = {'do_sample': False}
+        if temperature > 0:
+            sampling = {'do_sample': True, 'temperature': temperature, 'top_k': 0, 'top_p': 1.0}
+        ids = self.ids
+        if temperature > 0:
+            sampling['num_return_sequences'] = self.group
+        else:
+            ids = ids.repeat_interleave(self.group, dim=0)
+        with self.torch.no_grad():
+            out = self.model.generate(
+                ids, attention_mask=self.torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                eos_token_id=None, pad_token_id=0, **sampling,
+            )  # fmt: skip
+        return out[:, self.ids.shape[1] :].numpy()
+
+
+def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float]]]:
+    """How our time grows: least seconds of three calls, against the smallest size."""
+    found: dict[str, list[dict[str, float]]] = {'rows': [], 'prompt_tokens': []}
+    cases = [('rows', rows, flags.prompt_tokens) for rows in (1, 2, 4, 8)]
+    cases += [('prompt_tokens', flags.prompts, length) for length in (64, 128, 256, 512)]
+    for axis, prompts, length in cases:
+        ids = np.random.default_rng(0).integers(10, model.tokenizer.vocab_size, (prompts, length))
+        call = functools.partial(Ours(model, ids, flags.group, flags.new_tokens), flags.new_tokens, 1.0)
+        size = prompts * flags.group if axis == 'rows' else length
+        found[axis].append({'size': size, 'seconds': least_seconds(call)})
+        first = found[axis][0]
+        say(f'{axis} {size}: {found[axis][-1]["seconds"] / first["seconds"]:.2f}x the time of {first["size"]}')
+    return found
+
+
+def least_seconds(call: Callable[[], Any]) -> float:
+    call()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+# --- several turns ----------------------------------------------------------------------------------------------------
+
+
+def scripted(seconds: float) -> Any:
+    """A search that answers after `seconds` with a fixed text, for all queries of a call at once."""
+    pool = concurrent.futures.ThreadPoolExecutor(64)
+    document = Document('d', 'A page', 'The river rises in the hills and reaches the sea at the old harbour. ' * 6)
+
+    def search(queries: list[str]) -> list[Search]:
+        time.sleep(seconds)
+        return [Search(query, (document,), 'ok', seconds) for query in queries]
+
+    return lambda queries: pool.submit(search, list(queries))
+
+
+def with_searches(model: Model, flags: Any, say: Say) -> list[dict[str, float]]:
+    """Throughput under each latency, with three rounds of groups for the places, so that some decode while others wait;
+    and the counters of the engine. Results are taken in as they come."""
+    every, turns = 32, 4
+    rounds, found = 3, []
+    ids = np.random.default_rng(0).integers(
+        10, model.tokenizer.vocab_size, (rounds * flags.prompts, flags.prompt_tokens)
+    )
+    engine = model.engine(
+        Searching(model.tokenizer, every), flags.prompts, flags.group, flags.prompt_tokens, 1024, turn=256
+    )
+    engine.places = dataclasses.replace(engine.places, deterministic=False)
+    requests = [
+        Request('solver', str(i), i, sample, row.tolist(), UNIFORM, turns)
+        for i, row in enumerate(ids)
+        for sample in range(flags.group)
+    ]
+    rollout(engine, model, requests, scripted(0.0))
+    for milliseconds in flags.latencies:
+        engine.counters.clear()
+        engine.seconds.clear()
+        began = time.perf_counter()
+        rollout(engine, model, requests, scripted(milliseconds / 1000))
+        seconds = time.perf_counter() - began
+        counters = engine.counters
+        row_steps = sum(counters[name] for name in ('action_tokens', 'idle_stopped', 'idle_waiting', 'idle_empty'))
+        entry = {
+            'milliseconds': milliseconds,
+            'seconds': seconds,
+            'action_tokens': counters['action_tokens'],
+            'searches': counters['searches'],
+            'share_hidden': engine.seconds['search_hidden'] / max(engine.seconds['search'], 1e-9),
+            'prefill_recompute': counters['prefill_tokens'] / float(ids.shape[0] * (ids.shape[1] - 1)),
+            **{f'share_{name}': counters[name] / row_steps for name in ('idle_stopped', 'idle_waiting', 'idle_empty')},
+        }
+        found.append(entry)
+        kept = found[0]['seconds'] / seconds * entry['action_tokens'] / found[0]['action_tokens']
+        entry['throughput_kept'] = kept
+        say(
+            f'{turns} turns, search {milliseconds} ms: {kept:.2f} of the throughput at {found[0]["milliseconds"]} ms; '
+            f'{entry["share_hidden"]:.2f} of the latency hidden; idle {entry["share_idle_stopped"]:.2f} stopped, '
+            f'{entry["share_idle_waiting"]:.2f} waiting, {entry["share_idle_empty"]:.2f} empty'
+        )
+    return found
