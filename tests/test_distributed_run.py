@@ -1,5 +1,6 @@
 """The main job by two processes of one device each, against one process of two devices."""
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,12 @@ import runs
 from experiments import train
 from sesa_jax.run import checkpoint
 
-FLAGS = ('--seed', '106', '--solver.rollouts', '5')  # some groups of its first step are at the frontier
+FLAGS = (
+    '--problems', '4', '--solver.rollouts', '4', '--row-buckets', '16', '--solver.max-turns', '3',
+    '--challenger.max-turns', '3', '--grpo.micro-batch-tokens', '1024', '--grpo.mini-batch', '4',
+    '--seed', '1',  # both policies learn in its first step, the solver in its second
+)  # fmt: skip
+MEASURED = ('--report', '--evaluation.per-cell', '1', '--evaluation.validate-per-cell', '1', '--validate-every', '2')
 
 
 def start_pair(path, *flags, steps):
@@ -33,54 +39,59 @@ def await_step(path, number, pair, seconds=240):
         time.sleep(0.1)
 
 
-@pytest.fixture(scope='module')
-def stopped(tmp_path_factory):
-    """A run of two processes of which one is asked to stop: (folder, exit codes, outputs)."""
-    path = tmp_path_factory.mktemp('pair') / 'run'
-    pair = start_pair(path, steps=200)
-    await_step(path, 1, pair)
-    pair[1].send_signal(signal.SIGTERM)
-    codes, outputs = zip(*(runs.finish(process) for process in pair), strict=True)
-    return path, codes, outputs
-
-
 @pytest.mark.devices
 @pytest.mark.slow
-def test_two_processes_play_and_learn_as_one(stopped, tmp_path):
-    path = tmp_path / 'one'
-    code, output = runs.finish(runs.start(path, *FLAGS, steps=2, devices=2), 580)
+def test_two_processes_play_and_learn_as_one_and_one_goes_on(tmp_path):
+    """Offloaded, with validation, evaluation and report; the run is then resumed by a single process."""
+    path = tmp_path / 'two'
+    pair = start_pair(path, *MEASURED, '--offload', steps=2)
+    (code, output), (other_code, other) = [runs.finish(process) for process in pair]
+    assert (code, other_code) == (0, 0), (output, other)
+    assert 'report: ' in output
+    assert 'step' not in other  # process 0 has the terminal
+    alone = tmp_path / 'one'
+    code, output = runs.finish(runs.start(alone, *FLAGS, *MEASURED, steps=2, devices=2))
     assert code == 0, output
-    one, two = runs.Played(path), runs.Played(stopped[0])
+    one, two = runs.Played(alone), runs.Played(path)
     losses = []
     for step in (1, 2):
+        ours, theirs = one.metrics[step - 1], two.metrics[step - 1]
         for role in ('challenger', 'solver'):
-            ours, theirs = one.trajectories(step, role), two.trajectories(step, role)
-            assert [t.ids.tolist() for t in ours] == [t.ids.tolist() for t in theirs]
-            updates = [run.metrics[step - 1]['update'][role] for run in (one, two)]
-            losses += [[u['loss'], u['policy_loss'], u['grad_norm']] for u in updates if 'loss' in u]
-        assert one.metrics[step - 1]['bank'] == two.metrics[step - 1]['bank']
-        assert one.metrics[step - 1]['calls'] == two.metrics[step - 1]['calls']
-    assert losses, 'nothing was learned, so nothing was compared'
-    np.testing.assert_allclose(losses[::2], losses[1::2], rtol=1e-5, atol=1e-7)
+            assert [t.ids.tolist() for t in one.trajectories(step, role)] == [
+                t.ids.tolist() for t in two.trajectories(step, role)
+            ]
+            if 'loss' in ours['update'][role]:
+                losses.append([[row['update'][role][name] for name in ('loss', 'grad_norm')] for row in (ours, theirs)])
+        for name in ('solver', 'bank', 'calls', 'validation'):
+            assert ours.get(name) == theirs.get(name)
+    assert len(losses) > 1, 'nothing was learned, so nothing was compared'
+    np.testing.assert_allclose(*np.transpose(losses, (1, 0, 2)), rtol=1e-5, atol=1e-7)
     assert one.record(0)['checkpoint'] == two.record(0)['checkpoint']
+    arms = [json.loads(run.folder.evaluation.read_text())['outcomes'] for run in (one, two)]
+    assert arms[0] == arms[1]
+
+    record = two.record(2)
+    checkpoint.verify(path / 'checkpoints', 2, record['checkpoint'])
+    code, output = runs.finish(runs.start(path, '--resume', '--no-report', steps=3))
+    assert code == 0, output
+    assert 'going on behind step 2' in output
+    resumed = runs.Played(path)
+    assert [row['step'] for row in resumed.metrics] == [1, 2, 3]
+    assert resumed.record(2) == record
 
 
 @pytest.mark.devices
 @pytest.mark.slow
-def test_a_signal_to_one_ends_both_and_one_process_goes_on(stopped):
-    path, codes, (output, other) = stopped
-    assert codes == (143, 143), (output, other)
+def test_a_signal_to_one_ends_both_at_one_boundary(tmp_path):
+    path = tmp_path / 'run'
+    pair = start_pair(path, '--method', 'search-r1', steps=200)
+    await_step(path, 0, pair)
+    pair[1].send_signal(signal.SIGTERM)
+    codes, outputs = zip(*(runs.finish(process) for process in pair), strict=True)
+    assert codes == (143, 143), outputs
     last = len(runs.Played(path).metrics)
-    assert f'stopped at the end of step {last}' in output
-    assert 'step' not in other  # process 0 has the terminal
-    record = runs.Played(path).record(last)
-    checkpoint.verify(path / 'checkpoints', last, record['checkpoint'])
-    code, output = runs.finish(runs.start(path, '--resume', *FLAGS, steps=last + 1))
-    assert code == 0, output
-    assert f'going on behind step {last}' in output
-    resumed = runs.Played(path)
-    assert [row['step'] for row in resumed.metrics] == list(range(1, last + 2))
-    assert resumed.record(last) == record
+    assert f'stopped at the end of step {last}' in outputs[0]
+    assert runs.Played(path).record(last)['step'] == last
 
 
 @pytest.mark.devices
@@ -88,15 +99,13 @@ def test_a_signal_to_one_ends_both_and_one_process_goes_on(stopped):
 @pytest.mark.parametrize('killed', [0, 1])
 def test_a_process_that_dies_ends_the_other(killed, tmp_path):
     path = tmp_path / 'run'
-    pair = start_pair(path, steps=200)
+    pair = start_pair(path, '--method', 'search-r1', steps=200)
     await_step(path, 0, pair)
     os.kill(pair[killed].pid, signal.SIGKILL)
-    begin = time.monotonic()
-    code, output = runs.finish(pair[1 - killed], 60)
-    assert time.monotonic() - begin < 60
-    assert code not in (0, 143), output
-    assert 'error' in output.lower()
     pair[killed].communicate()
+    code, output = runs.finish(pair[1 - killed], 60)
+    assert code not in (0, 2, 143), output
+    assert 'rror' in output  # what JAX saw: a lost connection, or a heartbeat that did not come
 
 
 @pytest.mark.parametrize(
