@@ -15,7 +15,7 @@ from sesa_jax.run import checkpoint
 
 FLAGS = (
     '--problems', '4', '--solver.rollouts', '4', '--row-buckets', '16', '--solver.max-turns', '3',
-    '--challenger.max-turns', '3', '--grpo.micro-batch-tokens', '1024', '--grpo.mini-batch', '4',
+    '--challenger.max-turns', '3', '--grpo.micro-batch-tokens', '8192', '--grpo.mini-batch', '4',
     '--seed', '1',  # both policies learn in its first step, the solver in its second
 )  # fmt: skip
 MEASURED = ('--report', '--evaluation.per-cell', '1', '--evaluation.validate-per-cell', '1', '--validate-every', '2')
@@ -72,7 +72,7 @@ def test_two_processes_play_and_learn_as_one_and_one_goes_on(tmp_path):
 
     record = two.record(2)
     checkpoint.verify(path / 'checkpoints', 2, record['checkpoint'])
-    code, output = runs.finish(runs.start(path, '--resume', '--no-report', steps=3))
+    code, output = runs.finish(runs.start(path, '--resume', *FLAGS, *MEASURED, '--no-report', steps=3))
     assert code == 0, output
     assert 'going on behind step 2' in output
     resumed = runs.Played(path)
