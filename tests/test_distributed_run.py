@@ -45,12 +45,12 @@ def test_two_processes_play_and_learn_as_one_and_one_goes_on(tmp_path):
     """Offloaded, with validation, evaluation and report; the run is then resumed by a single process."""
     path = tmp_path / 'two'
     pair = start_pair(path, *MEASURED, '--offload', steps=2)
-    (code, output), (other_code, other) = [runs.finish(process) for process in pair]
+    (code, output), (other_code, other) = [runs.finish(process, 580) for process in pair]
     assert (code, other_code) == (0, 0), (output, other)
     assert 'report: ' in output
     assert 'step' not in other  # process 0 has the terminal
     alone = tmp_path / 'one'
-    code, output = runs.finish(runs.start(alone, *FLAGS, *MEASURED, steps=2, devices=2))
+    code, output = runs.finish(runs.start(alone, *FLAGS, *MEASURED, steps=2, devices=2), 580)
     assert code == 0, output
     one, two = runs.Played(alone), runs.Played(path)
     losses = []
@@ -72,7 +72,7 @@ def test_two_processes_play_and_learn_as_one_and_one_goes_on(tmp_path):
 
     record = two.record(2)
     checkpoint.verify(path / 'checkpoints', 2, record['checkpoint'])
-    code, output = runs.finish(runs.start(path, '--resume', *FLAGS, *MEASURED, '--no-report', steps=3))
+    code, output = runs.finish(runs.start(path, '--resume', *FLAGS, *MEASURED, '--no-report', steps=3), 580)
     assert code == 0, output
     assert 'going on behind step 2' in output
     resumed = runs.Played(path)
@@ -87,7 +87,7 @@ def test_a_signal_to_one_ends_both_at_one_boundary(tmp_path):
     pair = start_pair(path, '--method', 'search-r1', steps=200)
     await_step(path, 0, pair)
     pair[1].send_signal(signal.SIGTERM)
-    codes, outputs = zip(*(runs.finish(process) for process in pair), strict=True)
+    codes, outputs = zip(*(runs.finish(process, 580) for process in pair), strict=True)
     assert codes == (143, 143), outputs
     last = len(runs.Played(path).metrics)
     assert f'stopped at the end of step {last}' in outputs[0]
