@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sesa_jax import config
+from sesa_jax import command, config
 from sesa_jax.config import ConfigError
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--response', type=int)
     own, rest = parser.parse_known_args(arguments)
     try:
-        run = config.from_command_line(rest, __doc__)
+        run = command.from_command_line(rest, __doc__)
         lengths = {name: getattr(own, name) for name in ('prompt', 'response') if getattr(own, name) is not None}
         run = dataclasses.replace(
             run,

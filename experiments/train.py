@@ -2,7 +2,8 @@
 
 Without flags it plays on the embedded world with the packaged `tiny` policy, on two CPU cores in minutes, and ends with one
 sentence and the path of a report. `--model DIR` takes a Hugging Face folder; `--method` and the ablation flags choose
-what is studied; `--run-dir DIR --resume` goes on from the newest commit of a run that was stopped or killed.
+what is studied; `--run-dir DIR --resume` goes on from the newest commit of a run that was stopped or killed. With
+`--distributed` several processes, on one machine or many that share the run folder, train as one (docs/policies.md).
 
 Read `train` below for the life of a run, then `selfplay/step.py` for one step. Exit codes: 0 done, 2 a flag or a folder that
 cannot be used, 143 or 130 ended at a boundary by SIGTERM or Ctrl-C, 1 anything else.
@@ -15,6 +16,7 @@ import os
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # XLA fills the terminal with doubts about its own cached code
 
 import contextlib
+import dataclasses
 import datetime
 import pathlib
 import signal
@@ -23,15 +25,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+from rich.console import Console
+
 from experiments import evaluate
-from sesa_jax import config, worlds
+from sesa_jax import command, config, worlds
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.evals import dual_path
 from sesa_jax.host.client import BankState, HostClient, HostError, HostProcess
 from sesa_jax.records import problem_from_json, to_json
 from sesa_jax.rollout.trajectory import write_trajectories
-from sesa_jax.run import checkpoint, commit, report
+from sesa_jax.run import checkpoint, commit, distributed, report
 from sesa_jax.run.clock import Laps
+from sesa_jax.run.distributed import first, shared
 from sesa_jax.run.files import write_atomic
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.metrics import MetricsLog, Reporter
@@ -47,38 +53,40 @@ from sesa_jax.skills.bank import Bank, BankError
 
 
 def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -> int:
-    """The life of a run: begin or recover, then step by step to the end, then measure and explain. Returns the exit code."""
+    """The life of a run: begin or recover, then step by step to the end, then measure and explain. Returns the exit code.
+
+    Of several processes each comes this way; what is written, process 0 writes (`first`).
+    """
     laps = Laps()
-    with host_of(run, folder) as host, stop_signals() as stop:
+    with host_of(run, folder) as host, stop_signals() as stop, contextlib.ExitStack() as stack:
         game = setup.make_game(run, backbone, host)
         states, pool, done = begin_or_recover(run, folder, game, backbone, reporter)
         references = dict.fromkeys(setup.roles(run), backbone.params)
         validation = game.world.questions('held_out', run.evaluation.validate_per_cell, seed=1)
-        with contextlib.closing(MetricsLog(folder)) as log:
-            for number in range(done + 1, run.steps + 1):
-                host.snapshot(version=number - 1)
-                states, ledger = step(game, states, references, pool, number, laps)
-                pool = ledger.pool
-                metrics = ledger.metrics
-                with laps('boundary'):
-                    metrics |= {'bank': cross_boundary(run, host, ledger)}
-                if number % run.validate_every == 0:
-                    with laps('validation'):
-                        metrics |= {'validation': validate(game, states, validation, number)}
-                received = tuple(stop)  # read once: a signal that comes later ends the next step
-                digest = ''
-                with laps('checkpoint'):
-                    write_rollouts(folder, ledger)
-                    if number % run.checkpoint_every == 0 or number == run.steps or received:
-                        digest = checkpoint.save(folder.checkpoints, number, dict(states))
-                metrics |= {'calls': host.take_calls(), 'time': laps.read() | compilations(game)}
-                offset = log.append(metrics)
-                if digest:
-                    acknowledge(folder, host.state(), number, digest, offset, pool, run.keep_checkpoints)
-                reporter.step(metrics)
-                if received:
-                    reporter.say(f'stopped at the end of step {number}; go on with --run-dir {folder.path} --resume')
-                    return 128 + received[0]
+        log = first(lambda: stack.enter_context(contextlib.closing(MetricsLog(folder))))
+        for number in range(done + 1, run.steps + 1):
+            host.snapshot(version=number - 1)
+            states, ledger = step(game, states, references, pool, number, laps)
+            pool = ledger.pool
+            metrics = ledger.metrics
+            with laps('boundary'):
+                metrics |= {'bank': cross_boundary(run, host, ledger)}
+            if number % run.validate_every == 0:
+                with laps('validation'):
+                    metrics |= {'validation': validate(game, states, validation, number)}
+            # Read once: a signal that comes later ends the next step.
+            received = distributed.agree(stop[0] if stop else 0, metrics)
+            digest = ''
+            with laps('checkpoint'):
+                first(write_rollouts, folder, ledger)
+                if number % run.checkpoint_every == 0 or number == run.steps or received:
+                    digest = checkpoint.save(folder.checkpoints, number, dict(states))
+            metrics |= {'calls': host.take_calls(), 'time': laps.read() | compilations(game)}
+            first(enter, log, metrics, folder, host.state(), digest, pool, run.keep_checkpoints)
+            reporter.step(metrics)
+            if received:
+                reporter.say(f'stopped at the end of step {number}; go on with --run-dir {folder.path} --resume')
+                return 128 + received
         if run.report:
             explain(game, folder, states, backbone, run.steps, reporter)
     return 0
@@ -89,9 +97,10 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
 
 @contextlib.contextmanager
 def host_of(run: Run, folder: RunFolder) -> Iterator[HostClient]:
-    """The run's host process and a client of it; both end with the block."""
-    with HostProcess.start(folder.path, config.to_json(run)) as process, HostClient(process) as client:
-        yield client
+    """The run's host process, which process 0 has, and a client of it; both end with the block."""
+    with contextlib.ExitStack() as stack:
+        process = first(lambda: stack.enter_context(HostProcess.start(folder.path, config.to_json(run))))
+        yield stack.enter_context(HostClient(process, share=shared if jax.process_count() > 1 else None))
 
 
 def begin_or_recover(
@@ -99,6 +108,21 @@ def begin_or_recover(
 ) -> tuple[States, ReusePool, int]:
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
     states: States = setup.initial_states(run, backbone)
+    found = shared(recover, folder, backbone, reporter)
+    if found is None:
+        begin(run, folder, game, states)
+        return states, ReusePool(), 0
+    record = commit.CommitRecord(**found)
+    game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
+    check_room(run, game.tokenizer, [card.shown() for card in game.host.cards()])
+    states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
+    game.host.take_calls()
+    reporter.say(f'going on behind step {record.step}')
+    return states, ReusePool(tuple(problem_from_json(p) for p in record.extra['pool'])), record.step
+
+
+def recover(folder: RunFolder, backbone: Backbone, reporter: Reporter) -> dict[str, Any] | None:
+    """The fields of the newest commit whose parts verify; what came after it is removed. None: there is no commit."""
     write_atomic(folder.tokenizer, (backbone.folder / 'tokenizer.json').read_bytes())  # the report reads ids with it
     recovery = commit.newest_valid(
         folder,
@@ -111,15 +135,7 @@ def begin_or_recover(
     if record is None and recovery.skipped:  # nothing is removed: somebody may want to look at it
         raise ConfigError(f'no commit of {folder.path} can be used; start again in another --run-dir')
     commit.truncate_behind(folder, record)
-    if record is None:
-        begin(run, folder, game, states)
-        return states, ReusePool(), 0
-    game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
-    check_room(run, game.tokenizer, [card.shown() for card in game.host.cards()])
-    states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
-    game.host.take_calls()
-    reporter.say(f'going on behind step {record.step}')
-    return states, ReusePool(tuple(problem_from_json(p) for p in record.extra['pool'])), record.step
+    return record and dataclasses.asdict(record)
 
 
 def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
@@ -130,7 +146,7 @@ def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
     game.host.create_bank([*written, *mined])
     game.host.take_calls()
     digest = checkpoint.save(folder.checkpoints, 0, dict(states))
-    acknowledge(folder, game.host.state(), 0, digest, 0, ReusePool(), run.keep_checkpoints)
+    first(acknowledge, folder, game.host.state(), 0, digest, 0, ReusePool(), run.keep_checkpoints)
 
 
 def _problem(verify: Any, *arguments: Any) -> str | None:
@@ -200,6 +216,15 @@ def write_rollouts(folder: RunFolder, ledger: Ledger) -> None:
     write_questions(folder.questions_file(ledger.step), rows)
 
 
+def enter(
+    log: MetricsLog, metrics: dict[str, Any], folder: RunFolder, bank: BankState, digest: str, pool: ReusePool, keep: int
+) -> None:
+    """Write the step's line of metrics, and commit the step where it has a checkpoint."""
+    offset = log.append(metrics)
+    if digest:
+        acknowledge(folder, bank, metrics['step'], digest, offset, pool, keep)
+
+
 def acknowledge(
     folder: RunFolder, bank: BankState, number: int, digest: str, offset: int, pool: ReusePool, keep: int
 ) -> None:
@@ -224,8 +249,8 @@ def explain(
     """Measure base, Off and On on held-out questions, write the report, and say the result in one sentence."""
     reporter.say('measuring on held-out questions')
     result = evaluate.measure(game, backbone.params, states['solver'], number)
-    evaluate.save(folder, result)
-    path = report.write(folder)
+    first(evaluate.save, folder, result)
+    path = first(report.write, folder)
     reporter.say(dual_path.table(result))
     reporter.say(dual_path.summary(result))
     reporter.say(f'report: {path}')
@@ -260,27 +285,40 @@ def describe(run: Run, folder: RunFolder) -> str:
     return '\n'.join([f'run {folder.path}', f'config {folder.config}; it differs from the defaults in', *lines])
 
 
+def open_run(run: Run, saved: Run | None) -> tuple[Run, RunFolder, Backbone]:
+    """A new run, or the saved one to go on with. Process 0 has the folder's lock."""
+    if jax.process_count() > 1:
+        theirs = config.from_json(shared(config.to_json, run))
+        for name, (value, other) in config.difference(run, theirs).items():
+            raise ConfigError(f'process {jax.process_index()} was given {name} {value!r}, process 0 {other!r}')
+    if saved is not None:
+        folder = first(RunFolder.resume, run.run_dir) or RunFolder.read(run.run_dir)
+        config.refuse_changes(run, saved)
+        worlds.build(run)  # refuses files that changed
+        return run, folder, setup.load(run)
+    backbone = setup.load(run)  # refuses a bad model before the folder is made
+    if run.memory_priming:
+        check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
+    run = config.from_json(shared(lambda: config.to_json(worlds.pin(run))))
+    path = shared(lambda: str(pathlib.Path(run.run_dir or default_folder(run)).absolute()))
+    folder = first(RunFolder.create, path, config.to_json(run))
+    return run, folder or RunFolder.read(path, 'not on a file system that the processes share: '), backbone
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     prepare()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if resumed := config.folder_to_resume(arguments):
-            folder = RunFolder.resume(resumed)
-            saved = config.from_json(folder.read_config())
-            run = config.from_command_line(arguments, __doc__, saved)
-            config.refuse_changes(run, saved)
-            worlds.build(run)  # refuses files that changed
-            backbone = setup.load(run)
-        else:
-            run = config.from_command_line(arguments, __doc__)
-            backbone = setup.load(run)  # refuses a bad model before the folder is made
-            if run.memory_priming:
-                check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
-            run = worlds.pin(run)
-            folder = RunFolder.create(run.run_dir or default_folder(run), config.to_json(run))
-        with folder, Reporter(run.steps, f'{run.method} · {run.model} · seed {run.seed}') as reporter:
-            reporter.say(describe(run, folder))
-            return train(run, folder, backbone, reporter)
+        saved = None
+        if resumed := command.folder_to_resume(arguments):
+            saved = config.from_json(RunFolder.read(resumed, 'nothing to resume: ').read_config())
+        run, cluster = command.from_cluster_command_line(arguments, __doc__, saved)
+        with distributed.joined(cluster):
+            run, folder, backbone = open_run(run, saved)
+            console = None if distributed.is_first() else Console(quiet=True, force_terminal=False)
+            with folder, Reporter(run.steps, f'{run.method} · {run.model} · seed {run.seed}', console) as reporter:
+                reporter.say(describe(run, folder))
+                return train(run, folder, backbone, reporter)
     except (ConfigError, HostError, checkpoint.CheckpointError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import warm_start_lab
-from sesa_jax import config, worlds
+from sesa_jax import command, config, worlds
 from sesa_jax.config import ConfigError
 from sesa_jax.grpo import learner
 from sesa_jax.grpo.microbatch import Sample
@@ -203,7 +203,7 @@ class Teller:
 
 def recipe_of(arguments: Sequence[str]) -> Any:
     """The recipe of a command line: the lab's, unless another model or world is named."""
-    known = config.first_look(arguments)
+    known = command.first_look(arguments)
     is_text = known.world == 'wiki' or known.model != 'tiny'
     return tyro.cli(Recipe if is_text else warm_start_lab.Recipe, args=list(arguments), description=__doc__)
 

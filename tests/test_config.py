@@ -2,8 +2,9 @@
 
 import pytest
 
-from sesa_jax import config
-from sesa_jax.config import ConfigError, Run, from_command_line
+from sesa_jax import command, config
+from sesa_jax.command import from_command_line
+from sesa_jax.config import ConfigError, Run
 
 
 def test_without_flags_is_the_lab():
@@ -93,8 +94,8 @@ def test_what_cannot_run_is_refused_with_the_flag(flags, named):
 
 
 def test_folder_to_resume_is_seen_before_the_rest():
-    assert config.folder_to_resume(['--steps', '9', '--run-dir', 'runs/a', '--resume']) == 'runs/a'
-    assert config.folder_to_resume(['--run-dir', 'runs/a']) is None
+    assert command.folder_to_resume(['--steps', '9', '--run-dir', 'runs/a', '--resume']) == 'runs/a'
+    assert command.folder_to_resume(['--run-dir', 'runs/a']) is None
 
 
 def test_resume_lays_flags_over_the_saved_config():

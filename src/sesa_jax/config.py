@@ -7,11 +7,9 @@ asks for a method's name, only for fields. `check` refuses pairs that cannot wor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os.path
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -301,58 +299,11 @@ def small_preset(run: Run) -> Run:
     )
 
 
-# --- from the command line, to JSON and back --------------------------------------------------------------------------
+# --- what is refused, to JSON and back -------------------------------------------------------------------------------
 
 
-def from_command_line(arguments: Sequence[str], description: str = '', saved: Run | None = None) -> Run:
-    """The run of a command line: the model's preset, in the corner of `--method`, then every flag that was given.
-
-    `saved`: the config of a run that is resumed; then flags are laid over it instead. An unknown flag ends the process
-    with the nearest names (tyro); a pair that cannot work raises ConfigError.
-    """
-    run = saved
-    if run is None:
-        known = first_look(arguments)
-        world = 'lab' if known.model == 'tiny' else 'wiki'
-        if known.world in typing.get_args(WorldName):  # tyro refuses any other with the list of choices
-            world = known.world
-        run = Run(model=known.model)
-        if known.size == 'small':
-            run = small_preset(run)
-        elif known.model == 'tiny' and world == 'lab':
-            run = lab_preset(run)
-        run = replace(run, world=replace(run.world, name=world))
-        if known.method in METHODS:
-            run = with_method(run, known.method)
-    run = tyro.cli(Run, default=run, args=list(arguments), description=description)
-    paths = {name: os.path.abspath(os.path.expanduser(path)) for name, path in _paths(run.world).items() if path}
-    run = replace(run, world=replace(run.world, **paths))  # a run goes on from whatever folder it is resumed in
-    check(run)
-    return run
-
-
-def folder_to_resume(arguments: Sequence[str]) -> str | None:
-    """`--run-dir` where `--resume` stands beside it, before anything else is read."""
-    known = first_look(arguments)
-    return (known.resume and known.run_dir) or None
-
-
-def first_look(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags that decide the defaults of all others. Both spellings of a name, as tyro takes them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument('--model', default='tiny')
-    parser.add_argument('--world', '--world.name', default='')
-    parser.add_argument('--size', default='paper')
-    parser.add_argument('--method', default='sesa')
-    parser.add_argument('--run-dir', '--run_dir', default='')
-    parser.add_argument('--resume', action='store_true')
-    try:
-        return parser.parse_known_args(arguments)[0]
-    except SystemExit as error:  # argparse has said which flag lacks its value
-        raise ConfigError('a flag has no value') from error
-
-
-def _paths(world: World) -> dict[str, str]:
+def paths(world: World) -> dict[str, str]:
+    """The files that a world was given, by flag; '' where none was."""
     return {'corpus': world.corpus, 'answers': world.answers, 'questions': world.questions}
 
 
@@ -415,7 +366,7 @@ def check(run: Run) -> None:
 def check_world(run: Run) -> None:
     """Raises ConfigError where the world lacks a file that the method needs, or is given what another world takes."""
     world = run.world
-    given = [name for name, path in _paths(world).items() if path]
+    given = [name for name, path in paths(world).items() if path]
     if given and world.name != 'files':
         raise ConfigError(f'--{given[0]} is for --world files, but the world is {world.name}')
     if world.name != 'lab' and world.pointer_share != World().pointer_share:

@@ -11,7 +11,7 @@ import pytest
 from sesa_jax.config import ConfigError
 from sesa_jax.run import distributed
 
-SCRIPT = pathlib.Path(__file__).with_name('distributed_process.py')
+HERE = pathlib.Path(__file__).parent
 
 
 def free_port():
@@ -20,29 +20,78 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(coordinator, process, processes, devices):
+def start(script, *arguments, devices):
     flags = {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_PLATFORMS': 'cpu'}
-    command = [sys.executable, str(SCRIPT), coordinator, str(process), str(processes)]
     return subprocess.Popen(
-        command, env={**os.environ, **flags}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env={**os.environ, **flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+
+
+def said(out):
+    """The JSON line of a process; gloo reports on stdout too."""
+    return json.loads(next(line for line in reversed(out.splitlines()) if line.startswith('{')))
 
 
 @pytest.mark.devices
 def test_two_processes_give_the_logits_of_one():
     coordinator = f'127.0.0.1:{free_port()}'
-    alone = start(coordinator, 0, 1, 8)
-    pair = [start(coordinator, process, 2, 4) for process in (0, 1)]
+    alone = start('distributed_process.py', coordinator, 0, 1, devices=8)
+    pair = [start('distributed_process.py', coordinator, process, 2, devices=4) for process in (0, 1)]
     outputs = []
     for child in (alone, pair[0], pair[1]):
         out, err = child.communicate(timeout=240)
         assert child.returncode == 0, err
         outputs.append(out)
-    one, two = (json.loads(out.splitlines()[-1]) for out in outputs[:2])  # gloo reports on stdout too
+    one, two = map(said, outputs[:2])
     assert (one['devices'], one['local'], two['devices'], two['local']) == (8, 8, 8, 4)
     logits = np.asarray(one['logits'])
     assert np.abs(logits).max() > 1
     np.testing.assert_allclose(two['logits'], logits, atol=1e-5)
+
+
+@pytest.mark.devices
+def test_a_checkpoint_is_the_same_whoever_saves_it(tmp_path):
+    """One process of four devices and two of two save equal digests, and each restores what the other saved."""
+    found = []
+    for processes, saved, restored in ((1, 1, -1), (2, 2, 1), (1, 3, 2)):
+        coordinator = f'127.0.0.1:{free_port()}'
+        children = [
+            start('distributed_checkpoint.py', coordinator, process, processes, tmp_path, saved, restored,
+                  devices=4 // processes)
+            for process in range(processes)
+        ]  # fmt: skip
+        for child in children:
+            out, err = child.communicate(timeout=120)
+            assert child.returncode == 0, err
+            found.append(said(out)) if child is children[0] else None
+    digest = found[0]['saved']
+    assert found == [{'saved': digest}, {'saved': digest, 'restored': digest}, {'saved': digest, 'restored': digest}]
+
+
+@pytest.mark.devices
+def test_process_0_answers_for_both_and_a_lonely_failure_ends_both():
+    coordinator = f'127.0.0.1:{free_port()}'
+    pair = [start('distributed_sharing.py', coordinator, process, devices=1) for process in (0, 1)]
+    (out, err), (other_out, other_err) = [child.communicate(timeout=90) for child in pair]
+    first, second = said(out), said(other_out)
+    assert (first.pop('first'), second.pop('first')) == ('0', 'None')
+    assert first.pop('result') == second.pop('result') == "{'of': 0}"
+    assert first.pop('foreign') == 'Foreign: what '
+    assert second.pop('foreign') == 'RuntimeError: Foreign: what '
+    assert (first['bytes'], first['empty'], first['signal']) == (100_000, "b''", 15)
+    assert first['config'] == 'ConfigError: no room '
+    assert first['host'] == 'HostFailure: CorruptBank: a hole CorruptBank'
+    assert first['python'].startswith('FileNotFoundError: [Errno 2] no such file')
+    assert 'processes [1] came to another step' in first['differ']
+    assert first['searches'] == ['a', 'b', {'search': 2}]
+    assert first == second
+    assert 'ValueError: I alone' in other_err
+    assert pair[1].returncode not in (0, None)
+    assert pair[0].returncode not in (0, None), err
 
 
 @pytest.mark.parametrize(

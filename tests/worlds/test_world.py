@@ -10,7 +10,8 @@ from assets import QA, needs_qa
 
 from experiments import train
 from sesa_jax import config, worlds
-from sesa_jax.config import ConfigError, from_command_line
+from sesa_jax.command import from_command_line
+from sesa_jax.config import ConfigError
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.selfplay import checks
 from sesa_jax.worlds import files, lab

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -60,8 +61,8 @@ def init_state(params: Params, optimizer: config.Optimizer) -> TrainState:
     anywhere = jax.tree.leaves(params)[0].sharding
     if isinstance(anywhere, NamedSharding):  # scalars live on the whole mesh
         scalar = sharding.replicated(anywhere.mesh)
-        moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, scalar), moments)
-        return TrainState(params, moments, jax.device_put(jnp.int32(0), scalar))
+        moments = jax.tree.map(lambda x: x if x.ndim else sharding.placed(np.asarray(x), scalar), moments)
+        return TrainState(params, moments, sharding.placed(np.int32(0), scalar))
     return TrainState(params, moments, jnp.int32(0))
 
 
@@ -385,7 +386,7 @@ def _adamw(optimizer: config.Optimizer) -> optax.GradientTransformation:
 
 def _arrays(micro: MicroBatch, mesh: Mesh | None) -> dict[str, jax.Array]:
     place = None if mesh is None else sharding.rows(mesh)
-    return {name: jax.device_put(array, place) for name, array in vars(micro).items()}
+    return {name: sharding.placed(array, place) for name, array in vars(micro).items()}
 
 
 def _metrics(

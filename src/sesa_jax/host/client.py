@@ -5,6 +5,9 @@ reads, or it carries a key under which the host carries it out once. So a connec
 or hangs, are mended here: the process is replaced, the bank opened again where it was, the step's snapshot taken again,
 and the call sent again. What the host refuses is raised at once.
 
+Where several processes train as one, each has a client, and they make the same calls in the same order; process 0's asks
+its host, and all get the reply.
+
 `with HostProcess.start(run_dir, config) as process, HostClient(process) as host: ...`
 """
 
@@ -17,7 +20,7 @@ import dataclasses
 import json
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -61,6 +64,8 @@ PING_AFTER = 5.0  # seconds without a reply after which the host is asked whethe
 PING_SECONDS = 8.0  # for the answer; then it counts as hanging
 NEWEST = {'at_seq': None, 'chain_hash': None, 'readonly': False}
 T = TypeVar('T')
+Share = Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]
+"""Lets process 0 do the work and gives every process its result, or its exception (`run/distributed.py: shared`)."""
 
 
 class HostRefusal(HostError):
@@ -83,23 +88,46 @@ class _Broken(Exception):
     """The connection failed, which says nothing about whether the call was carried out."""
 
 
+class _SharedFuture(concurrent.futures.Future[T]):
+    """An answer that travels to the other processes when it is asked for: in the same order on all."""
+
+    def __init__(self, finish: Callable[[], T]):
+        super().__init__()
+        self._finish = finish
+
+    def result(self, timeout: float | None = None) -> T:
+        """The answer, waiting for it as long as it takes."""
+        if not self.done():
+            try:
+                self.set_result(self._finish())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result()
+
+
 class HostClient:
     """Calls to one host process. Methods may be called from any thread, but not from a coroutine of its own loop.
+
+    With `share`, several processes make the same calls in the same order, from one thread; `process` is None on all but
+    process 0.
 
     Attributes:
       calls: calls per purpose ('search', 'retrieval', 'judging', 'verification', 'distilling'), counted once for each
         reply that was used, however often it was sent. `take_calls` reads and resets.
     """
 
-    def __init__(self, process: HostProcess, *, clock: Clock = SYSTEM):
+    def __init__(self, process: HostProcess | None, *, share: Share | None = None, clock: Clock = SYSTEM):
         self._process = process
+        self._share = share
         self._clock = clock
         self._counting = threading.Lock()
         self._calls: collections.Counter[str] = collections.Counter()
-        self._generation = process.restarts
         self._opening = ''  # key of the call that opened the bank
         self._reopening: dict[str, Any] = {}  # how to open it again
         self._snapshot: SnapshotInfo | None = None
+        if process is None:
+            return
+        self._generation = process.restarts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name='host-client', daemon=True)
         self._thread.start()
@@ -113,7 +141,7 @@ class HostClient:
 
     def close(self) -> None:
         """End the session and the thread; calls in flight are cancelled. The process is not stopped."""
-        if self._loop.is_closed():
+        if self._process is None or self._loop.is_closed():
             return
         self._on_loop(self._disconnect())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -130,7 +158,12 @@ class HostClient:
         self, queries: Sequence[str], k: int, *, purpose: str = 'search'
     ) -> concurrent.futures.Future[list[Search]]:
         """`search` without waiting. `purpose` names the counter that the queries go to."""
-        return self._submit(self._search(list(queries), k, purpose))
+        queries = list(queries)
+        if self._share is None:
+            return self._submit(self._search(queries, k, purpose))
+        asked = self._submit(self._ask(queries, k)) if self._process else None
+        share = self._share
+        return _SharedFuture(lambda: self._found(queries, purpose, share(lambda: asked.result())))
 
     def judge(self, items: Sequence[JudgeItem]) -> list[Literal['correct', 'wrong', 'unjudged', 'outage']]:
         """What each answer is worth, in order."""
@@ -254,7 +287,7 @@ class HostClient:
 
     def _once(self) -> str:
         """A key for this call and no other."""
-        return f'{self._process.run}/{uuid.uuid4().hex}'
+        return f'{self._process.run if self._process else ""}/{uuid.uuid4().hex}'
 
     def _count(self, calls: Mapping[str, int], purpose: str = '') -> None:
         with self._counting:
@@ -271,18 +304,29 @@ class HostClient:
         return self._submit(work).result()
 
     def _call(self, name: str, body: dict[str, Any], *, key: str = '') -> dict[str, Any]:
-        reply = self._on_loop(self._request(name, {**body, 'key': key} if key else body))
+        def ask() -> dict[str, Any]:
+            return self._on_loop(self._request(name, {**body, 'key': key} if key else body))
+
+        reply = ask() if self._share is None else self._share(ask)
         self._count(reply.pop('calls', {}))
         return reply
 
     async def _search(self, queries: list[str], k: int, purpose: str) -> list[Search]:
+        return self._found(queries, purpose, await self._ask(queries, k))
+
+    async def _ask(self, queries: list[str], k: int) -> dict[str, Any]:
+        """The host's reply to a search, with the `latency` in seconds."""
         begin = self._clock.monotonic()
         reply = await self._request('search', {'queries': queries, 'k': k})
-        latency = self._clock.monotonic() - begin
+        return {**reply, 'latency': self._clock.monotonic() - begin}
+
+    def _found(self, queries: list[str], purpose: str, reply: dict[str, Any]) -> list[Search]:
         self._count(reply['calls'], purpose)
         found = _as_many(reply['results'], queries, 'search')
         return [
-            Search(query, tuple(map(records.document_from_json, result['documents'])), result['outcome'], latency)
+            Search(
+                query, tuple(map(records.document_from_json, result['documents'])), result['outcome'], reply['latency']
+            )
             for query, result in zip(queries, found, strict=True)
         ]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from sesa_jax.policy.arch import Architecture, ModelError, Path, Spec, is_spec
 
@@ -134,12 +134,35 @@ def offload(tree: Any) -> Any:
 
     Outside jit, whole trees only: what a compiled program offloads by itself has been wrong on GPUs.
     """
-    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind('pinned_host'), tree))
+    return jax.tree.map(lambda x: _moved(x, 'pinned_host'), tree)
 
 
 def onload(tree: Any) -> Any:
     """The inverse of `offload`."""
-    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind('device'), tree))
+    return jax.tree.map(lambda x: _moved(x, 'device'), tree)
+
+
+def _moved(x: jax.Array, kind: str) -> jax.Array:
+    """x with its parts in another memory of the same devices."""
+    place = x.sharding.with_memory_kind(kind)
+    if x.is_fully_addressable:
+        return jax.device_put(x, place)
+    # Of an array over several processes `device_put` makes a compiled program; each process moves its own parts.
+    parts = [
+        jax.device_put(part.data, SingleDeviceSharding(part.device, memory_kind=kind)) for part in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
+
+
+def placed(array: np.ndarray, place: NamedSharding | None) -> jax.Array:
+    """What every process has in its memory, on the devices of `place`; each process puts its own parts there.
+
+    `device_put` would first send the array of process 0 to all others, to compare, and makes of an uncommitted scalar of
+    JAX an array that cannot be read (0.10.1).
+    """
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(array, place)
+    return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
 
 
 def rows(mesh: Mesh) -> NamedSharding:

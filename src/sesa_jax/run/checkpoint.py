@@ -3,7 +3,13 @@
 Orbax writes and reads the arrays, on any number of devices. It does not notice bit rot (30 of 30 flipped bits in data
 files were restored silently, measured on 0.12.8) and leaves its last files unsynced; so each step carries a manifest
 with the size and SHA-256 of every file and a digest of every leaf, everything is fsync'd, and only then does the step
-get its name. Left out: asynchronous saves, and saves by more than one process.
+get its name. Left out: asynchronous saves.
+
+Of a state that is spread over several processes each writes and reads its own parts (Orbax), in the same calls on all and
+on a file system that they share; process 0 does the rest. For the digests every leaf is brought together on all
+processes, one after the other (`distributed.whole`), in a save and in a restore: the network carries the whole state,
+and each device and each process's memory has room for one whole leaf besides. The files' names differ with the number of
+processes; the digest and what is restored do not.
 
     checkpoints/00012/state/...       what Orbax wrote; a plain Orbax checkpoint of nested dicts
     checkpoints/00012/manifest.json   sealed: a change of any bit in it is noticed as well
@@ -21,6 +27,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from sesa_jax.run import distributed
 from sesa_jax.run.crash import crash_point
 from sesa_jax.run.files import (
     TEMPORARY,
@@ -53,32 +60,43 @@ def save(checkpoints: Path, step: int, tree: Any) -> str:
     step exists, or the disk has not enough room; nothing of the step is left then.
     """
     place = directory(checkpoints, step)
-    if place.exists():
-        raise CheckpointError(f'{place} exists already: a step is saved once; recovery removes what was not committed')
     leaves = _leaves(tree)
-    need = int(HEADROOM * sum(leaf.nbytes for leaf in leaves.values()))
-    free = shutil.disk_usage(checkpoints).free
-    if free < need:
-        raise CheckpointError(f'{checkpoints} has {free / 1e6:.0f} MB free, a checkpoint needs {need / 1e6:.0f} MB')
     temporary = checkpoints / (place.name + TEMPORARY)
-    remove(temporary)
+    distributed.first(_make_way, place, temporary, int(HEADROOM * sum(leaf.nbytes for leaf in leaves.values())))
     try:
-        temporary.mkdir()
+        distributed.first(temporary.mkdir)
         _orbax(lambda orbax: orbax.save(temporary / STATE, args=ocp.args.PyTreeSave(_nested(leaves))))
         crash_point('checkpoint.before_manifest')
+        sync_tree(temporary / STATE)  # on each machine what it wrote
         digests = {name: _digest_leaf(leaf) for name, leaf in leaves.items()}
         digest = digest_bytes(canonical(digests))
-        manifest = {'step': step, 'digest': digest, 'leaves': digests, 'files': _measure(temporary)}
-        write_atomic(temporary / MANIFEST, seal(manifest))
-        sync_tree(temporary)
-        crash_point('checkpoint.before_rename')
-        os.replace(temporary, place)
-        sync(checkpoints)
+        distributed.agree(0, digest)  # behind this all have come so far
+        distributed.first(_complete, temporary, place, {'step': step, 'digest': digest, 'leaves': digests})
     except (OSError, ValueError) as error:  # a full disk reaches Orbax's caller as a ValueError
-        shutil.rmtree(temporary, ignore_errors=True)
+        if distributed.is_first():
+            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f'cannot write {place}: {error}') from error
     crash_point('checkpoint.after_rename')
     return digest
+
+
+def _make_way(place: Path, temporary: Path, need: int) -> None:
+    """CheckpointError if the step exists or `need` bytes are not free; removes what a killed save left."""
+    if place.exists():
+        raise CheckpointError(f'{place} exists already: a step is saved once; recovery removes what was not committed')
+    free = shutil.disk_usage(place.parent).free
+    if free < need:
+        raise CheckpointError(f'{place.parent} has {free / 1e6:.0f} MB free, a checkpoint needs {need / 1e6:.0f} MB')
+    remove(temporary)
+
+
+def _complete(temporary: Path, place: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, make everything durable, and give the step its name."""
+    write_atomic(temporary / MANIFEST, seal({**manifest, 'files': _measure(temporary)}))
+    sync_tree(temporary)
+    crash_point('checkpoint.before_rename')
+    os.replace(temporary, place)
+    sync(place.parent)
 
 
 def verify(checkpoints: Path, step: int, digest: str | None = None, *, read_files: bool = True) -> dict[str, Any]:
@@ -118,7 +136,7 @@ def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = No
     sharding the restored one lies so, whatever devices wrote it, else on the first device. With `part` it may have
     fewer leaves, and only those are read into memory. CheckpointError names the file or the leaf that is wrong.
     """
-    manifest = verify(checkpoints, step, digest)
+    manifest = distributed.shared(verify, checkpoints, step, digest)
     place = directory(checkpoints, step)
     wanted = {name: _struct(leaf) for name, leaf in _named(abstract).items()}
     saved = manifest['leaves']
@@ -202,8 +220,6 @@ def _leaves(tree: Any) -> dict[str, Any]:
     for name, leaf in named.items():
         if not isinstance(leaf, jax.Array | np.ndarray) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise CheckpointError(f'the leaf {name} is a {type(leaf).__name__}: only plain arrays can be saved')
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise CheckpointError(f'the leaf {name} lies partly on another process: one process saves')
     return named
 
 
@@ -224,7 +240,7 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _digest_leaf(leaf: Any) -> dict[str, Any]:
-    array = np.ascontiguousarray(leaf)
+    array = np.ascontiguousarray(distributed.whole(leaf))
     return {
         'shape': list(leaf.shape),
         'dtype': array.dtype.name,

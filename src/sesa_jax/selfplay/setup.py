@@ -24,6 +24,7 @@ from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Role
 from sesa_jax.rollout.engine import Engine
+from sesa_jax.run import distributed
 from sesa_jax.selfplay.game import Game
 
 
@@ -47,9 +48,13 @@ class Backbone:
 
 def load(run: Run) -> Backbone:
     """Read the model of a run onto its devices. ConfigError names what is wrong with the folder or the device count."""
+    distributed.first(backbones.resolve, run.model)  # one downloads or converts, the others find it in the cache
     folder = backbones.resolve(run.model)
-    if run.devices > len(jax.devices()):
-        raise ConfigError(f'--devices {run.devices}: this machine has {len(jax.devices())}')
+    present = len(jax.devices())
+    if run.devices > present:
+        raise ConfigError(f'--devices {run.devices}: this machine has {present}')
+    if jax.process_count() > 1 and run.devices not in (0, present):
+        raise ConfigError(f'--devices {run.devices}: with several processes all of their {present} devices take part')
     arch = hf.load_architecture(folder)
     tokenizer = Tokenizer(folder, thinking=run.thinking, template=backbones.template_of(run.model))
     mesh = sharding.make_mesh(run.devices)

@@ -1,0 +1,132 @@
+"""The main job by two processes of one device each, against one process of two devices."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+import runs
+
+from experiments import train
+from sesa_jax.run import checkpoint
+
+FLAGS = (
+    '--problems', '4', '--solver.rollouts', '4', '--row-buckets', '16', '--solver.max-turns', '3',
+    '--challenger.max-turns', '3', '--grpo.micro-batch-tokens', '8192', '--grpo.mini-batch', '4',
+    '--seed', '1',  # both policies learn in its first step, the solver in its second
+)  # fmt: skip
+MEASURED = ('--report', '--evaluation.per-cell', '1', '--evaluation.validate-per-cell', '1', '--validate-every', '2')
+
+
+def start_pair(path, *flags, steps):
+    """Two processes that train as one, on a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    cluster = ('--distributed', '--coordinator', f'127.0.0.1:{port}', '--processes', '2', '--process')
+    return [runs.start(path, *FLAGS, *flags, *cluster, str(i), steps=steps, devices=1) for i in (0, 1)]
+
+
+def await_step(path, number, pair, seconds=240):
+    """Until a step is committed."""
+    deadline = time.monotonic() + seconds
+    while not (path / 'steps' / f'{number:05d}.json').exists():
+        ended = [process.communicate()[0] for process in pair if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, ended
+        time.sleep(0.1)
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+def test_two_processes_play_and_learn_as_one_and_one_goes_on(tmp_path):
+    """Offloaded, with validation, evaluation and report; the run is then resumed by a single process."""
+    path = tmp_path / 'two'
+    pair = start_pair(path, *MEASURED, '--offload', steps=2)
+    (code, output), (other_code, other) = [runs.finish(process, 580) for process in pair]
+    assert (code, other_code) == (0, 0), (output, other)
+    assert 'report: ' in output
+    assert 'step' not in other  # process 0 has the terminal
+    alone = tmp_path / 'one'
+    code, output = runs.finish(runs.start(alone, *FLAGS, *MEASURED, steps=2, devices=2), 580)
+    assert code == 0, output
+    one, two = runs.Played(alone), runs.Played(path)
+    losses = []
+    for step in (1, 2):
+        ours, theirs = one.metrics[step - 1], two.metrics[step - 1]
+        for role in ('challenger', 'solver'):
+            assert [t.ids.tolist() for t in one.trajectories(step, role)] == [
+                t.ids.tolist() for t in two.trajectories(step, role)
+            ]
+            if 'loss' in ours['update'][role]:
+                losses.append([[row['update'][role][name] for name in ('loss', 'grad_norm')] for row in (ours, theirs)])
+        for name in ('solver', 'bank', 'calls', 'validation'):
+            assert ours.get(name) == theirs.get(name)
+    assert len(losses) > 1, 'nothing was learned, so nothing was compared'
+    np.testing.assert_allclose(*np.transpose(losses, (1, 0, 2)), rtol=1e-5, atol=1e-7)
+    assert one.record(0)['checkpoint'] == two.record(0)['checkpoint']
+    arms = [json.loads(run.folder.evaluation.read_text())['outcomes'] for run in (one, two)]
+    assert arms[0] == arms[1]
+
+    record = two.record(2)
+    checkpoint.verify(path / 'checkpoints', 2, record['checkpoint'])
+    code, output = runs.finish(runs.start(path, '--resume', *FLAGS, *MEASURED, '--no-report', steps=3), 580)
+    assert code == 0, output
+    assert 'going on behind step 2' in output
+    resumed = runs.Played(path)
+    assert [row['step'] for row in resumed.metrics] == [1, 2, 3]
+    assert resumed.record(2) == record
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+def test_a_signal_to_one_ends_both_at_one_boundary(tmp_path):
+    path = tmp_path / 'run'
+    pair = start_pair(path, '--method', 'search-r1', steps=200)
+    await_step(path, 0, pair)
+    pair[1].send_signal(signal.SIGTERM)
+    codes, outputs = zip(*(runs.finish(process, 580) for process in pair), strict=True)
+    assert codes == (143, 143), outputs
+    last = len(runs.Played(path).metrics)
+    assert f'stopped at the end of step {last}' in outputs[0]
+    assert runs.Played(path).record(last)['step'] == last
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize('killed', [0, 1])
+def test_a_process_that_dies_ends_the_other(killed, tmp_path):
+    path = tmp_path / 'run'
+    pair = start_pair(path, '--method', 'search-r1', steps=200)
+    await_step(path, 0, pair)
+    os.kill(pair[killed].pid, signal.SIGKILL)
+    pair[killed].communicate()
+    code, output = runs.finish(pair[1 - killed], 60)
+    assert code not in (0, 2, 143), output
+    assert 'rror' in output  # what JAX saw: a lost connection, or a heartbeat that did not come
+
+
+@pytest.mark.parametrize(
+    ('flags', 'words'),
+    [
+        (['--coordinator', '10.0.0.1:8476'], '--distributed'),
+        (['--process', '0', '--processes', '2'], '--distributed'),
+        (['--distributed', '--process', '0', '--processes', '2'], '--coordinator is missing'),
+        (['--distributed', '--coordinator', 'nowhere', '--process', '0', '--processes', '2'], 'is not ADDRESS:PORT'),
+        (['--distributed', '--coordinator', '10.0.0.1:8476'], 'numbered from 0'),
+    ],
+)
+def test_impossible_flags_are_refused(flags, words, tmp_path, capsys):
+    path = tmp_path / 'run'
+    assert train.main(['--run-dir', str(path), *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_the_flags_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        train.main(['--help'])
+    shown = capsys.readouterr().out
+    assert all(flag in shown for flag in ('--distributed', '--coordinator', '--process ', '--processes', '--bank.every'))
