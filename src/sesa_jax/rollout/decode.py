@@ -115,13 +115,14 @@ def append(
     return placed(mesh, slots).own
 
 
-@functools.partial(jax.jit, static_argnames='chunk')
-def chunk_uniforms(keys: jax.Array, position: jax.Array, *, chunk: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=('chunk', 'mesh'))
+def chunk_uniforms(keys: jax.Array, position: jax.Array, *, chunk: int, mesh: Mesh) -> jax.Array:
     """f32[chunk, R, 2] for the tokens at positions i32[R] and the ones behind them; keys u32[R, 2].
 
     Apart from `decode`, because the key arithmetic would be a third of the time that `decode` takes to compile.
     """
-    return jax.vmap(lambda step: sampling.token_uniforms(keys, position + step))(jnp.arange(chunk))
+    uniforms = jax.vmap(lambda step: sampling.token_uniforms(keys, position + step))(jnp.arange(chunk))
+    return jax.lax.with_sharding_constraint(uniforms, sharding.replicated(mesh))
 
 
 @functools.partial(jax.jit, static_argnames=('arch', 'mesh', 'allowed', 'is_filtered'), donate_argnames=('own',))

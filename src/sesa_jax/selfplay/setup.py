@@ -55,6 +55,8 @@ def load(run: Run) -> Backbone:
         raise ConfigError(f'--devices {run.devices}: this machine has {present}')
     if jax.process_count() > 1 and run.devices not in (0, present):
         raise ConfigError(f'--devices {run.devices}: with several processes all of their {present} devices take part')
+    if jax.process_count() > 1 and not run.rollout.deterministic:
+        raise ConfigError('--no-deterministic: several processes must take in the results of searches in one order')
     arch = hf.load_architecture(folder)
     tokenizer = Tokenizer(folder, thinking=run.thinking, template=backbones.template_of(run.model))
     mesh = sharding.make_mesh(run.devices)
