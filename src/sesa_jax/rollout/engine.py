@@ -228,7 +228,8 @@ class Engine:
         chunk = self.places.chunk
         uniforms = self.programs.run(
             ('uniforms', pool.shape.name), decode.chunk_uniforms,
-            column([row.key for row in rows], np.uint32, (2,)), column([row.cached + 1 for row in rows]), chunk=chunk, mesh=self.mesh,
+            column([row.key for row in rows], np.uint32, (2,)), column([row.cached + 1 for row in rows]),
+            chunk=chunk, mesh=self.mesh,
         )  # fmt: skip
         inputs = decode.Inputs(
             prompt_length=pool.prompt_length.copy(),  # a program that still runs may read the array itself
