@@ -1,6 +1,7 @@
 """Small architectures of each family; the forward passes, compiled whole (op by op, most of a test's time would go into
 compiling single operations); and rows that are decoded the way an engine does it."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -42,7 +43,8 @@ def architecture(**changes: Any) -> Architecture:
 hidden = jax.jit(transformer.hidden, static_argnums=1, static_argnames=('remat', 'dtype'))
 logits = jax.jit(transformer.logits, static_argnums=1)
 unstack = jax.jit(transformer.unstack, static_argnums=(1, 2))
-extend = jax.jit(transformer.extend, static_argnums=1, static_argnames='reach')
+prefill = jax.jit(transformer.prefill, static_argnums=1)
+extend = jax.jit(transformer.extend, static_argnums=1)
 decode_step = jax.jit(transformer.decode_step, static_argnums=1)
 merge = jax.jit(transformer.merge)
 
@@ -56,46 +58,69 @@ def tokens(arch, rows, count, seed=5):
     return jax.random.randint(jax.random.key(seed), (rows, count), 0, arch.vocab)
 
 
+def grouped_tokens(arch, prompts, group_size, count, seed=5):
+    """i32[R, count]: rows of a group begin with the same prompts[q] tokens and differ behind them."""
+    ids = np.array(tokens(arch, len(prompts) * group_size, count, seed))
+    for i, row in enumerate(ids):
+        shared = prompts[i // group_size]
+        row[:shared] = ids[i - i % group_size, :shared]
+    return ids
+
+
 def difference(a, b):
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
-def decode_rows(params, arch, ids, *, prompts, first, observed, second, slots, chunk):
-    """Prompts, `first` decoded tokens, observations, `second` decoded tokens, all taken from `ids`: the hidden states
-    of every position of every row, in the way an engine would make them."""
-    rows = len(prompts)
-    layered = unstack(params, arch)
-    states = np.zeros((rows, ids.shape[1], arch.width), np.float32)
-    cache = transformer.init_cache(arch, rows, slots)
-    done = np.zeros(rows, np.int32)  # never changed in place: a program that still runs may read the array itself
+def with_prompts(layered, arch, slots, ids, lengths):
+    """The slots with a prompt for each group: ids i32[Q, T], lengths i32[Q]."""
+    new = prefill(layered, arch, ids, lengths)
+    prompt = jax.tree.map(lambda old, new: old.at[:, :, : new.shape[2]].set(new), slots.prompt, new)
+    return dataclasses.replace(slots, prompt=prompt)
 
-    def append(cache, counts):
-        nonlocal done
-        width = max(counts)
-        columns = np.minimum(done[:, None] + np.arange(width), ids.shape[1] - 1)
-        piece = np.take_along_axis(np.asarray(ids), columns, axis=1)
-        out, cache = extend(layered, arch, cache, piece, done, np.asarray(counts))
-        for row, count in enumerate(counts):
-            states[row, done[row] : done[row] + count] = out[row, :count]
-        done = done + np.asarray(counts, np.int32)
-        return cache
 
-    def decode(cache, wanted):
-        nonlocal done
-        left = np.asarray(wanted)
+def decode_rows(params, arch, ids, *, prompts, first, observed, second, blocks, chunk, group_size=1):
+    """Prompts, `first` decoded tokens, observations, `second` decoded tokens, all taken from `ids`, in the way an
+    engine would do it: (hidden states at the places of the rows' own tokens, these places of each row, slots)."""
+    ids, layered, rows = np.asarray(ids), unstack(params, arch), len(first)
+    states = np.zeros((*ids.shape, arch.width), np.float32)
+    lengths = np.asarray(prompts, np.int32)
+    behind = np.repeat(lengths, group_size)
+    own = np.zeros(rows, np.int32)  # never changed in place: a program that still runs may read the array itself
+    slots = transformer.init_slots(arch, len(prompts), group_size, max(prompts) + 1, blocks)
+    slots = with_prompts(layered, arch, slots, ids[::group_size, : max(prompts)], lengths)
+
+    def upcoming(width):
+        columns = np.minimum((behind + own)[:, None] + np.arange(width), ids.shape[1] - 1)
+        return columns, np.take_along_axis(ids, columns, axis=1)
+
+    def append(slots, counts):
+        nonlocal own
+        counts = np.asarray(counts, np.int32)
+        index = np.append(np.flatnonzero(counts)[::-1], rows)  # in any order, and one for padding
+        given = np.minimum(index, rows - 1)
+        columns, piece = upcoming(max(counts))
+        out, slots = extend(layered, arch, slots, index, piece[given], behind[given], own[given], counts[given])
+        for row, new in zip(index[:-1], out, strict=False):
+            states[row, columns[row, : counts[row]]] = new[: counts[row]]
+        own = own + counts
+        return slots
+
+    def decode(slots, wanted):
+        nonlocal own
+        left = np.asarray(wanted, np.int32)
         while left.any():
-            staging = transformer.init_staging(arch, rows, chunk)
+            staging = transformer.init_cache(arch, rows, chunk)
             count = np.minimum(left, chunk)
+            columns, piece = upcoming(chunk)
             for step in range(chunk):
-                column = np.minimum(done + step, ids.shape[1] - 1)
-                out, staging = decode_step(layered, arch, cache, staging, step, ids[np.arange(rows), column], done)
+                out, staging = decode_step(layered, arch, slots, staging, step, piece[:, step], lengths, own)
                 for row in np.flatnonzero(step < count):
-                    states[row, column[row]] = out[row]
-            cache = merge(cache, staging, done, count)
-            done = done + count.astype(np.int32)
+                    states[row, columns[row, step]] = out[row]
+            slots = merge(slots, staging, own, count)
+            own = own + count
             left = left - count
-        return cache
+        return slots
 
-    for stage, counts in ((append, prompts), (decode, first), (append, observed), (decode, second)):
-        cache = stage(cache, counts)
-    return states, done, cache
+    for stage, counts in ((decode, first), (append, observed), (decode, second)):
+        slots = stage(slots, counts)
+    return states, [slice(a, a + n) for a, n in zip(behind, own, strict=True)], slots

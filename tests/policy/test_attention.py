@@ -1,4 +1,3 @@
-import functools
 import logging
 import math
 import re
@@ -37,32 +36,41 @@ def test_rotation_turns_pairs_that_lie_half_a_head_apart():
 # --- the plain form ---------------------------------------------------------------------------------------------------
 
 
-def naive(q, k, v, positions):
-    """One product, one mask, one softmax."""
+def naive(q, k, v, visible):
+    """One product, one mask bool[B or 1, T, S], one softmax."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum('btnh,bnsh->bnts', q, k) / np.sqrt(q.shape[-1])
-    scores = jnp.where((jnp.arange(k.shape[2]) <= positions[..., None])[:, None], scores, -jnp.inf)
-    return jnp.einsum('bnts,bnsh->btnh', jax.nn.softmax(scores, axis=-1), v)
+    return jnp.einsum('bnts,bnsh->btnh', jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1), v)
 
 
-def case(tokens, slots, rows=2, seed=0):
+def one_product(q, k, v, positions, key_positions=None):
+    """What `attend` has to give."""
+    where = jnp.arange(k.shape[2])[None] if key_positions is None else key_positions
+    return naive(q, k, v, where[:, None] <= positions[..., None])
+
+
+def case(tokens, keys, rows=2, seed=0):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in
-            ((rows, tokens, 4, 8), (rows, 2, slots, 8), (rows, 2, slots, 8))]  # fmt: skip
+            ((rows, tokens, 4, 8), (rows, 2, keys, 8), (rows, 2, keys, 8))]  # fmt: skip
 
 
 @pytest.mark.parametrize('tokens', [1, 64, 65, 1024, 1025, 1500])
 def test_spans_and_loops_equal_one_product(tokens):
-    q, k, v = case(tokens, tokens)
-    positions = jnp.arange(tokens)[None]
-    cut = jax.jit(functools.partial(attention.attend, cut=True))
-    assert difference(cut(q, k, v, positions), jax.jit(naive)(q, k, v, positions)) <= 1e-5
+    given = (*case(tokens, tokens), jnp.arange(tokens)[None])
+    assert difference(jax.jit(attention.attend)(*given), jax.jit(one_product)(*given)) <= 1e-5
 
 
-def test_each_row_has_its_own_positions():
-    q, k, v = case(1100, 1500)
-    positions = jnp.array([[400], [0]]) + jnp.arange(1100)
-    assert difference(jax.jit(attention.attend)(q, k, v, positions), jax.jit(naive)(q, k, v, positions)) <= 1e-5
+@pytest.mark.parametrize('tokens', [70, 1100])
+def test_keys_may_lie_anywhere_and_nowhere(tokens):
+    """Each row has positions of its own, its keys are in no order, and some of them hold nothing."""
+    keys = tokens + 400
+    rng = np.random.default_rng(1)
+    where = np.stack([rng.permutation(keys) for _ in range(2)]).astype(np.int32)
+    where[rng.random(where.shape) < 0.2] = attention.NOWHERE
+    where[:, 7] = 0  # something that the first query sees
+    given = (*case(tokens, keys), jnp.array([[400], [0]]) + jnp.arange(tokens), jnp.asarray(where))
+    assert difference(jax.jit(attention.attend)(*given), jax.jit(one_product)(*given)) <= 1e-5
 
 
 def test_gradients_through_the_loop_equal_those_of_one_product():
@@ -70,10 +78,47 @@ def test_gradients_through_the_loop_equal_those_of_one_product():
     positions = jnp.arange(1100)[None]
     slopes = [
         jax.jit(jax.grad(lambda *x, f=f: jnp.square(f(*x, positions)).sum(), argnums=(0, 1, 2)))(q, k, v)
-        for f in (functools.partial(attention.attend, cut=True), naive)
+        for f in (attention.attend, one_product)
     ]
     for mine, theirs in zip(*slopes, strict=True):
         assert difference(mine, theirs) <= 1e-4 * float(jnp.abs(theirs).max())
+
+
+def pieces_of_memory():
+    """For six rows, with a scale for the keys of each: rows 0-2 and 3-5 share the first, all share the last's mask."""
+    rng = np.random.default_rng(3)
+    masks = [rng.random(shape) < 0.6 for shape in ((2, 11), (6, 7), (1, 4))]
+    masks[0][0], masks[1][4], masks[2][0, 0] = False, False, True  # rows 0-2 see nothing of the first, 4 of the second
+    return [
+        (*(jnp.asarray(rng.normal(size=(rows, 2, mask.shape[1], 8)), jnp.float32) for _ in 'kv'), mask)
+        for rows, mask in zip((2, 6, 6), masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize('loud', [None, 0, 1, 2])
+def test_a_step_over_pieces_is_one_softmax(loud):
+    """Also where the scores of one piece are far above those of the others."""
+    q, _, _ = case(1, 1, rows=6)
+    pieces = [(k * 30 if i == loud else k, v, seen) for i, (k, v, seen) in enumerate(pieces_of_memory())]
+    k, v, visible = (
+        jnp.concatenate([np.repeat(piece[i], 6 // len(piece[i]), axis=0) for piece in pieces], axis)
+        for i, axis in enumerate((2, 2, 1))
+    )
+    assert difference(jax.jit(attention.step)(q, pieces), naive(q, k, v, visible[:, None])) <= 1e-5
+
+
+def test_a_step_that_sees_nothing_is_finite():
+    q, k, v = case(1, 5)
+    assert np.isfinite(attention.step(q, [(k, v, jnp.zeros((1, 5), bool))] * 2)).all()
+
+
+def test_a_step_adds_its_pieces_in_float32():
+    """320 equal keys, 64 of them in pieces of their own; a sum in bfloat16 would stop at 256."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in case(1, 1))
+    many = (*(jnp.repeat(x, 256, axis=2) for x in (k, v)), jnp.ones((1, 256), bool))
+    out = attention.step(q, [many] + [(k, v, jnp.ones((1, 1), bool))] * 64)
+    assert out.dtype == jnp.bfloat16
+    assert difference(out, attention.step(q, [(k, v, jnp.ones((1, 1), bool))])) == 0
 
 
 def shapes(text):

@@ -253,28 +253,28 @@ def test_smollm2_says_what_it_says_in_transformers(smollm2):
 
 
 def greedy(params, arch, prompts):
-    """NEW tokens for each prompt, by prefill and cached decode."""
-    count = np.array([len(ids) for ids in prompts], np.int32)
+    """NEW tokens for each prompt: a prefill of all but its last token, and two chunks of decode with a merge between."""
+    count = np.array([len(ids) - 1 for ids in prompts], np.int32)
     padded = np.zeros((len(prompts), count.max()), np.int32)
     for i, ids in enumerate(prompts):
-        padded[i, : len(ids)] = ids
+        padded[i, : len(ids) - 1] = ids[:-1]
     layered = jax.jit(transformer.unstack, static_argnums=1)(params, arch)
-    cache = transformer.init_cache(arch, len(prompts), int(count.max()))
-    hidden, cache = jax.jit(transformer.extend, static_argnums=1)(
-        layered, arch, cache, padded, np.zeros_like(count), count
-    )
-    staging = transformer.init_staging(arch, len(prompts), NEW)
+    prompt = jax.jit(transformer.prefill, static_argnums=1)(layered, arch, padded, count)
+    chunk = NEW // 2
+    slots = transformer.Slots(prompt, (transformer.init_cache(arch, len(prompts), chunk),))
 
     @jax.jit
-    def step(layered, cache, staging, i, ids):
-        hidden, staging = transformer.decode_step(layered, arch, cache, staging, i, ids, jnp.asarray(count))
+    def step(layered, slots, staging, i, ids, start):
+        hidden, staging = transformer.decode_step(layered, arch, slots, staging, i, ids, jnp.asarray(count), start)
         return jnp.argmax(transformer.logits(layered, arch, hidden), axis=-1).astype(jnp.int32), staging
 
-    ids = jnp.argmax(transformer.logits(layered, arch, hidden[np.arange(len(prompts)), count - 1]), axis=-1)
-    written = [np.asarray(ids)]
-    for i in range(NEW - 1):
-        ids, staging = step(layered, cache, staging, i, ids.astype(jnp.int32))
-        written.append(np.asarray(ids))
+    ids, written = np.array([ids[-1] for ids in prompts], np.int32), []
+    for start in (np.zeros_like(count), np.full_like(count, chunk)):
+        staging = transformer.init_cache(arch, len(prompts), chunk)
+        for i in range(chunk):
+            ids, staging = step(layered, slots, staging, i, ids, start)
+            written.append(np.asarray(ids))
+        slots = jax.jit(transformer.merge)(slots, staging, start, np.full_like(count, chunk))
     return np.stack(written, axis=1).tolist()
 
 
