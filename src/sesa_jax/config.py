@@ -111,8 +111,12 @@ class Rollout:
     """Rows that outgrew a short place; 0: every place holds a whole response."""
     short: int = 2048
     """Tokens behind the prompt that a short place holds."""
+    blocks: int = 2
+    """Pieces of a short place, each as long as all before it; those behind the longest row are not read. A program each."""
     chunk: int = 8
     """Decode steps between two looks by the host."""
+    batch: int = 8
+    """Prompts, or observations, that are computed together."""
     deterministic: Annotated[bool, tyro.conf.arg(aliases=['--deterministic'])] = True
     """Take in what searches found at fixed boundaries, so that equal runs have equal bits; else as it comes."""
 
@@ -258,8 +262,14 @@ def lab_preset(run: Run) -> Run:
         validate_every=5,
         problems=16,  # two cores
         prompt_style='short',  # the words that tiny was trained on
-        # 80 are the solver's 16 x 5; the challenger's 16 and an evaluation share one shape, since compiling takes long.
-        rollout=replace(run.rollout, rows=80, single=32, long=0),
+        rollout=replace(
+            run.rollout,
+            rows=80,  # the solver's 16 x 5
+            single=16,  # the challenger's; two cores do not work faster on more rows at once
+            long=0,  # every place holds a whole response
+            blocks=3,  # attention over places that nobody uses is half of a step of tiny
+            batch=4,  # as many searches as a chunk has
+        ),
         challenger=replace(
             run.challenger,
             temperature=0.4,  # at 1 a 0.9M-parameter policy miscopies names in most questions
@@ -318,7 +328,7 @@ AT_LEAST_ONE = (
     'steps problems checkpoint_every validate_every keep_checkpoints solver.rollouts solver.max_turns '
     'challenger.max_turns challenger.pool_clear_every lengths.documents bank.every bank.capacity bank.at_least '
     'bank.commit_lag grpo.mini_batch evaluation.per_cell evaluation.validate_per_cell '
-    'rollout.rows rollout.single rollout.short rollout.chunk'
+    'rollout.rows rollout.single rollout.short rollout.blocks rollout.chunk rollout.batch'
 )
 AT_LEAST_ZERO = (
     'seed devices tensor_parallel rollout.long solver.temperature challenger.temperature challenger.noise_blocks '

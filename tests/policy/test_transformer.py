@@ -357,9 +357,6 @@ def test_a_chunk_copies_no_slots(big):
     assert memory.temp_size_in_bytes < prompt_layer  # scores and staging, not a copy of anything
 
 
-@pytest.mark.xfail(
-    strict=True, reason='extend reads the slots and writes them in no order, so that XLA copies them all'
-)
 def test_extend_copies_its_own_rows_alone(big):
     arch, layered, slots, prompt_layer, own_layer = big
 

@@ -109,7 +109,7 @@ def requests(count, group=1, *, temperature=1.0, role='solver', max_turns=4, **c
     ]
 
 
-PLACES = Rollout(rows=16, single=8, long=0, chunk=8)
+PLACES = Rollout(rows=16, single=8, long=0, blocks=2, chunk=8)
 
 
 @functools.cache

@@ -259,29 +259,27 @@ def extend(
     turn = attention.rotation(arch, positions)
     known = [_positions(slots.prompt.size, 0, prompt_length, 0)]
     for begin, block in zip(slots.begins, slots.own, strict=True):
-        known.append(_positions(block.size, begin, start, prompt_length))
-    known.append(jnp.where(offsets < count[:, None], positions, attention.NOWHERE))
-    key_positions = jnp.concatenate(known, axis=1)  # [E, P + S + T]
+        known.append(_positions(block.size, begin, start + count, prompt_length))
+    key_positions = jnp.concatenate(known, axis=1)  # [E, P + S]
     group = rows // slots.group_size
     x = params['embed'][ids].astype(slots.prompt.k[0].dtype)
-    new_layers = []
+    own = [([], []) for _ in slots.own]  # keys and values of each block, a layer after the other
     for i, layer in enumerate(params['layers']):
 
         def attend(q, k, v, i=i):
-            new_k, new_v = attention.heads_first(k), attention.heads_first(v)
-            k = jnp.concatenate(
-                [_rows(slots.prompt.k[i], group), *(_rows(block.k[i], rows) for block in slots.own), new_k], axis=2
+            # Written first and read from there: writes that do not come before the reads make XLA copy all slots.
+            for begin, block, olds in zip(slots.begins, slots.own, own, strict=True):
+                for old, new, done in ((block.k[i], k, olds[0]), (block.v[i], v, olds[1])):
+                    done.append(_write(old, rows, attention.heads_first(new), start - begin, count))
+            k, v = (
+                jnp.concatenate([_rows(prompt, group), *(_rows(block[one][i], rows) for block in own)], axis=2)
+                for one, prompt in enumerate((slots.prompt.k[i], slots.prompt.v[i]))
             )
-            v = jnp.concatenate(
-                [_rows(slots.prompt.v[i], group), *(_rows(block.v[i], rows) for block in slots.own), new_v], axis=2
-            )
-            return attention.attend(q, k, v, positions, key_positions), (new_k, new_v)
+            return attention.attend(q, k, v, positions, key_positions), None
 
-        x, new = Layer(arch).apply({'params': layer}, x, turn, attend)
-        new_layers.append(new)
+        x, _ = Layer(arch).apply({'params': layer}, x, turn, attend)
     x = rms_norm(x, params['final_norm'], arch.eps).astype(jnp.float32)
-    added = Cache(k=tuple(k for k, _ in new_layers), v=tuple(v for _, v in new_layers))
-    return x, _added(slots, rows, added, start, count)
+    return x, Slots(slots.prompt, tuple(Cache(tuple(k), tuple(v)) for k, v in own))
 
 
 def decode_step(

@@ -20,7 +20,7 @@ from sesa_jax.policy.arch import Architecture
 from sesa_jax.policy.transformer import Slots
 from sesa_jax.rollout.row import Row
 
-PROMPT_STEP = 32  # prompt shapes are multiples of it
+STEP = 32  # lengths of prompts and observations are padded to multiples of it
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,36 @@ class PoolShape:
 def pool_shapes(places: Rollout, lengths: Lengths, group_size: int, mesh: Mesh) -> dict[str, PoolShape]:
     """The pools of an engine, by name. Rows are split over the 'data' axis of the mesh, so their numbers are rounded up.
 
-    Own tokens of a short place lie in two blocks: most rows end within the first, and are then all that is read.
+    Of the blocks of a short place each is as long as all before it: most rows end within the first ones, and those are
+    then all that is read.
     """
     ways = mesh.shape['data']
     short = min(places.short, lengths.response) if places.long else lengths.response
-    prompt = _round_up(lengths.prompt, PROMPT_STEP)
-    half = _round_up(-(-short // 2), 8)
+    prompt = _round_up(lengths.prompt, STEP)
+    first = _round_up(-(-short // 2 ** (places.blocks - 1)), 8)
+    blocks = (first, *(first * 2**n for n in range(places.blocks - 1)))
     groups = _round_up(max(places.rows // group_size, 1), ways)
     shapes = {
-        'shared': PoolShape('shared', groups, group_size, prompt, (half, half)),
-        'single': PoolShape('single', _round_up(places.single, ways), 1, prompt, (half, half)),
+        'shared': PoolShape('shared', groups, group_size, prompt, blocks),
+        'single': PoolShape('single', _round_up(places.single, ways), 1, prompt, blocks),
     }
     if short < lengths.response:
-        blocks = (_round_up(lengths.response, 8),)
-        shapes['long'] = PoolShape('long', _round_up(places.long, ways), 1, prompt, blocks)
+        whole = _round_up(lengths.response, 8)
+        shapes['long'] = PoolShape('long', _round_up(places.long, ways), 1, prompt, (whole,))
     return shapes
 
 
 def prompt_sizes(lengths: Lengths) -> tuple[int, ...]:
     """Lengths that prompts are padded to: about a third of the longest, and the longest."""
-    longest = _round_up(lengths.prompt, PROMPT_STEP)
-    return tuple(sorted({_round_up(-(-longest // 3), PROMPT_STEP), longest}))
+    longest = _round_up(lengths.prompt, STEP)
+    return tuple(sorted({_round_up(-(-longest // 3), STEP), longest}))
+
+
+def observation_sizes(lengths: Lengths) -> tuple[int, ...]:
+    """Lengths that observations are padded to: half of the longest, and the longest. An observation's last token is the
+    next to be fed, the one that was sampled before it is taken in with the others: as many as it has."""
+    longest = _round_up(lengths.observation, STEP)
+    return tuple(sorted({_round_up(-(-longest // 2), STEP), longest}))
 
 
 def _round_up(size: int, step: int) -> int:

@@ -28,7 +28,7 @@ from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params, Slots
 from sesa_jax.records import Trajectory
 from sesa_jax.rollout import decode, episode, sampling
-from sesa_jax.rollout.cache import Pool, pool_shapes, prompt_sizes
+from sesa_jax.rollout.cache import Pool, observation_sizes, pool_shapes, prompt_sizes
 from sesa_jax.rollout.driver import Driver, SearchFunction
 from sesa_jax.rollout.programs import Programs
 from sesa_jax.rollout.row import Request, Row, Rules
@@ -36,7 +36,6 @@ from sesa_jax.rollout.row import Request, Row, Rules
 log = logging.getLogger(__name__)
 
 KEYS = 128  # rows whose keys are made together
-PROMPTS, OBSERVATIONS = 8, 8  # rows that are computed together; few enough for little padding
 
 row_keys = jax.jit(sampling.row_keys)
 
@@ -74,7 +73,7 @@ class Engine:
             )
         self.rules = Rules.make(tokenizer, lengths)
         self.shapes = pool_shapes(self.places, lengths, group_size, mesh)
-        self.prompt_sizes = prompt_sizes(lengths)
+        self.prompt_sizes, self.observation_sizes = prompt_sizes(lengths), observation_sizes(lengths)
         self.programs = Programs(self._table())
         pieces = tokenizer.token_bytes + [b''] * (arch.vocab - len(tokenizer.token_bytes))
         table, accept = episode.stop_table(pieces)
@@ -96,7 +95,7 @@ class Engine:
             levels = range(1, len(shape.blocks) + 1)
             if name != 'long':  # rows only move there
                 table += [('prefill', name, size) for size in self.prompt_sizes]
-            table += [('append', name, level) for level in levels]
+            table += [('append', name, size) for size in self.observation_sizes]
             table += [('decode', name, level, is_filtered) for level in levels for is_filtered in (False, True)]
             table += [('empty', name), ('uniforms', name)]
         table += [('move', 'shared', 'single')] + [('move', name, 'long') for name in self.shapes if name != 'long']
@@ -153,14 +152,14 @@ class Engine:
 
     def prefill(self, params: Params, pool: Pool, groups: Sequence[int]) -> None:
         """Compute the prompts of groups that have just been settled."""
-        size = pool.shape.group_size
-        for begin in range(0, len(groups), PROMPTS):
-            part = groups[begin : begin + PROMPTS]
+        size, batch = pool.shape.group_size, self.places.batch
+        for begin in range(0, len(groups), batch):
+            part = groups[begin : begin + batch]
             first = [pool.rows[group * size] for group in part]
             longest = max(row.prompt_length for row in first)
             tokens = next(tokens for tokens in self.prompt_sizes if tokens >= longest)
-            ids = np.zeros((PROMPTS, tokens), np.int32)
-            lengths, index = np.zeros(PROMPTS, np.int32), np.full(PROMPTS, pool.shape.groups, np.int32)
+            ids = np.zeros((batch, tokens), np.int32)
+            lengths, index = np.zeros(batch, np.int32), np.full(batch, pool.shape.groups, np.int32)
             for i, (group, row) in enumerate(zip(part, first, strict=True)):
                 index[i], lengths[i] = group, row.prompt_length
                 ids[i, : lengths[i]] = row.ids[: lengths[i]]
@@ -177,44 +176,30 @@ class Engine:
                     row.cached = row.prompt_length
 
     def append(self, params: Params, pool: Pool, places: Sequence[int]) -> None:
-        """Take in the pending tokens of the rows in `places`."""
-        tokens = _observation_size(self.lengths)
-        for begin in range(0, len(places), OBSERVATIONS):
-            part = places[begin : begin + OBSERVATIONS]
-            ids = np.zeros((OBSERVATIONS, tokens), np.int32)
-            index = np.full(OBSERVATIONS, pool.shape.rows, np.int32)
-            prompt, start, count = (np.zeros(OBSERVATIONS, np.int32) for _ in range(3))
+        """Take in the pending tokens of the rows in `places`, those with about as many together."""
+        batch = self.places.batch
+        places = sorted(places, key=lambda place: len(pool.rows[place].pending))
+        for begin in range(0, len(places), batch):
+            part = places[begin : begin + batch]
+            longest = len(pool.rows[part[-1]].pending)
+            tokens = next(tokens for tokens in self.observation_sizes if tokens >= longest)
+            ids = np.zeros((batch, tokens), np.int32)
+            index = np.full(batch, pool.shape.rows, np.int32)
+            prompt, start, count = (np.zeros(batch, np.int32) for _ in range(3))
             index[: len(part)], prompt[: len(part)] = part, pool.prompts_of(part)
             for i, place in enumerate(part):
                 row = pool.rows[place]
                 start[i], count[i] = row.own, len(row.pending)
                 ids[i, : count[i]] = row.pending
                 row.cached = len(row.ids) - 1
-            level = pool.shape.level(int((start + count).max()))
-            self._update_blocks(
-                pool, level, ('append', pool.shape.name, level), decode.append, params, index, ids, prompt, start, count
-            )
+            own = self.programs.run(
+                ('append', pool.shape.name, tokens), decode.append,
+                params, pool.slots.prompt, pool.slots.own, index, ids, prompt, start, count,
+                arch=self.arch, mesh=self.mesh,
+            )  # fmt: skip
+            pool.slots = Slots(pool.slots.prompt, own)
             self.counters['append_tokens'] += int(count.sum())
             self.counters['append_padding'] += ids.size - int(count.sum())
-
-    def _update_blocks(
-        self,
-        pool: Pool,
-        level: int,
-        key: tuple[Any, ...],
-        function: Any,
-        params: Params,
-        *arguments: Any,
-        **static: Any,
-    ) -> Any:
-        """Run a function on the first `level` blocks of a pool; what it gives beside them is returned."""
-        own = pool.slots.own
-        out = self.programs.run(
-            key, function, params, pool.slots.prompt, own[:level], *arguments, arch=self.arch, mesh=self.mesh, **static
-        )
-        blocks, rest = (out, None) if function is decode.append else out
-        pool.slots = Slots(pool.slots.prompt, (*blocks, *own[level:]))
-        return rest
 
     def decode(self, params: Params, pool: Pool, places: Sequence[int]) -> decode.Outputs:
         """Launch a chunk for the rows in `places`; nothing waits for it here."""
@@ -244,10 +229,13 @@ class Engine:
         )
         level = pool.shape.level(max(row.own + min(chunk, row.room) for row in rows))
         is_filtered = any(row.request.top_k or row.request.top_p < 1 for row in rows)
-        return self._update_blocks(
-            pool, level, ('decode', pool.shape.name, level, is_filtered), decode.decode,
-            params, inputs, self._stops, allowed=self.tokenizer.vocab_size, is_filtered=is_filtered,
+        own, outputs = self.programs.run(
+            ('decode', pool.shape.name, level, is_filtered), decode.decode,
+            params, pool.slots.prompt, pool.slots.own[:level], inputs, self._stops,
+            arch=self.arch, mesh=self.mesh, allowed=self.tokenizer.vocab_size, is_filtered=is_filtered,
         )  # fmt: skip
+        pool.slots = Slots(pool.slots.prompt, (*own, *pool.slots.own[level:]))
+        return outputs
 
     def move(self, source: Pool, target: Pool, places: Sequence[int]) -> None:
         """Rows from `places` of the source to free places of the target, where each has its prompt for itself."""
@@ -261,8 +249,3 @@ class Engine:
             ('move', source.shape.name, target.shape.name), decode.move,
             source.slots, target.slots, rows, index, mesh=self.mesh,
         )  # fmt: skip
-
-
-def _observation_size(lengths: Lengths) -> int:
-    """Tokens that an observation is padded to: its last one is the next to be fed, the one before it is taken in."""
-    return -(-lengths.observation // 32) * 32
