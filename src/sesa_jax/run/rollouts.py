@@ -89,7 +89,7 @@ def decoder(folder: RunFolder) -> Decode | None:
 
 def show(trajectory: Trajectory, step: int, question: Mapping[str, Any], decode: Decode | None) -> Shown:
     """A trajectory as text. Without `decode`: content of each turn and documents, no prompt, no thoughts."""
-    outcome = _outcome(trajectory, question)
+    outcome = outcome_of(trajectory, question)
     # A challenger's slot may have been filled by an earlier question; its own stands in its last tag.
     asked = question.get('question', '') if trajectory.role == 'solver' else trajectory.final or ''
     segments = _decoded(trajectory, decode) if decode else _from_turns(trajectory)
@@ -116,13 +116,14 @@ def _contrasts(solved: Sequence[Trajectory], questions: Mapping[str, Mapping[str
         kinds = {}
         for t in solved:
             if t.problem_id == name:
-                kinds.setdefault(_outcome(t, questions.get(name, {})).get('kind'), t)
+                kinds.setdefault(outcome_of(t, questions.get(name, {})).get('kind'), t)
         if 'correct' in kinds and 'wrong' in kinds:
             found += [kinds['correct'], kinds['wrong']]
     return found
 
 
-def _outcome(trajectory: Trajectory, question: Mapping[str, Any]) -> Mapping[str, Any]:
+def outcome_of(trajectory: Trajectory, question: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the questions file says of a solver rollout: its kind, reward and prediction; empty where it says nothing."""
     outcomes = question.get('outcomes', ()) if trajectory.role == 'solver' else ()
     return outcomes[trajectory.sample] if trajectory.sample < len(outcomes) else {}
 
@@ -156,4 +157,4 @@ def using_card(folder: RunFolder, card_id: str) -> Iterable[tuple[int, Trajector
         questions = questions_of(folder, step)
         for t in read_trajectories(folder.rollouts_file(step)):
             if t.role == 'solver' and card_id in t.card_ids:
-                yield step, t, _outcome(t, questions.get(t.problem_id, {})).get('kind', '')
+                yield step, t, outcome_of(t, questions.get(t.problem_id, {})).get('kind', '')
