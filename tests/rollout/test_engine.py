@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import strategies as st
 from rollout_toy import (
     ARCH,
     END,
@@ -229,6 +231,65 @@ def test_every_search_is_made_once_and_those_of_a_chunk_together_in_row_order():
     assert any(len(call) > 1 for call in only_once)
     for call in only_once:
         assert [order[query] for query in call] == sorted(order[query] for query in call)
+
+
+def test_filters_of_a_request_are_heeded_by_its_row_alone():
+    rows = requests(4, 2, temperature=1.0)
+    plain = play(rows)
+    greedy = play([dataclasses.replace(row, temperature=0.0) for row in rows])
+    mixed = play([dataclasses.replace(row, top_k=1) if i % 2 else row for i, row in enumerate(rows)])
+    for i, row in enumerate(mixed):
+        assert row.ids.tolist() == (greedy if i % 2 else plain)[i].ids.tolist()
+
+
+def reference(row, request, lengths):
+    """The turns and the stop reason of a finished row, found by reading its sampled ids one by one as text."""
+    turns, text, begin, stop = [], b'', None, None
+    for i in range(len(request.prompt), len(row.ids)):
+        assert stop is None, 'nothing was sampled or shown behind the end of the row'
+        if not row.is_action[i]:
+            assert begin is None, 'an observation comes between turns'
+            continue
+        begin = i if begin is None else begin
+        text += TOKENIZER.token_bytes[row.ids[i]]
+        used, sampled = i + 1 - begin, i + 1 - len(request.prompt)
+        is_tag, is_end = any(tag.encode() in text for tag in episode.STOPS), row.ids[i] in TOKENIZER.end_ids
+        is_cut = used == (request.turn_tokens or lengths.turn) or sampled == lengths.response
+        if not (is_tag or is_end or is_cut):
+            continue
+        kind, content = episode.parse_turn(text.decode(errors='replace'), request.role)
+        turns.append((kind, content, begin, i + 1))
+        if kind == 'malformed':
+            stop = 'length' if is_cut and not is_tag and not is_end else 'malformed'
+        elif kind != 'search':
+            stop = kind
+        elif len(turns) == request.max_turns:
+            stop = 'turns'
+        text, begin = b'', None
+    assert begin is None, 'every turn ends'
+    return turns, stop
+
+
+@hypothesis.settings(max_examples=25, deadline=None, database=None)
+@hypothesis.given(
+    seed=st.integers(0, 2**31 - 1),
+    turn_tokens=st.integers(1, 24),
+    max_turns=st.integers(1, 10),
+    role=st.sampled_from(['solver', 'challenger']),
+    temperature=st.sampled_from([1.0, 1.5, 3.0]),
+)
+def test_rows_are_what_a_reader_token_by_token_says(seed, turn_tokens, max_turns, role, temperature):
+    """Random streams of the toy policy, at high temperatures nearly any token after any."""
+    asked = requests(4, 2, turn_tokens=turn_tokens, max_turns=max_turns, role=role, temperature=temperature)
+    for request, row in zip(asked, play(asked, seed=seed), strict=True):
+        turns, stop = reference(row, request, LENGTHS)
+        assert [(turn.kind, turn.content, turn.start, turn.end) for turn in row.turns] == turns
+        if stop is None:  # the row wanted to search, and there was no room for a result
+            assert row.stop_reason == 'length'
+            assert row.turns[-1].kind == 'search'
+            assert LENGTHS.response - (len(row.ids) - row.prompt_length) <= LENGTHS.observation
+        else:
+            assert row.stop_reason == stop
 
 
 # --- how rows end -----------------------------------------------------------------------------------------------------

@@ -113,3 +113,61 @@ def test_uniforms_depend_on_the_position_only():
     uniforms = np.asarray(token_uniforms(keys, jnp.array([4, 5, 4])))
     np.testing.assert_array_equal(uniforms[0], uniforms[2])
     assert (uniforms[0] != uniforms[1]).all()
+
+
+# --- filters, for evaluation ------------------------------------------------------------------------------------------
+
+LOGITS = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
+
+
+def kept(top_k=0, top_p=1.0, logits=LOGITS, count=4000):
+    """Tokens that are drawn under filters, and their log-probs."""
+    uniforms = jax.random.uniform(jax.random.key(1), (count, 2))
+    rows, ones = jnp.tile(logits, (count, 1)), jnp.ones(count)
+    keep = (jnp.full(count, top_k), jnp.full(count, top_p))
+    return (np.asarray(x) for x in sample(rows, uniforms, ones, allowed=logits.shape[1], keep=keep))
+
+
+@pytest.mark.parametrize(
+    ('top_k', 'top_p', 'among'),
+    [
+        (1, 1.0, [1]), (3, 1.0, [4, 3, 2]), (0, 0.3, [1]), (0, 0.69, [4, 3]), (0, 0.71, [4, 3, 2]),
+        (2, 0.57, [1]), (2, 0.58, [4, 3]),  # top-p counts among what top-k has left: 4/7 of it is the first token
+        (0, 1.0, [4, 3, 2, 1]), (9, 1.0, [4, 3, 2, 1]),
+    ],
+)  # fmt: skip
+def test_filters_keep_the_likeliest_in_proportion(top_k, top_p, among):
+    token, _ = kept(top_k, top_p)
+    share = np.bincount(token, minlength=4) / len(token)
+    expected = np.zeros(4)
+    expected[: len(among)] = np.array(among) / sum(among)
+    np.testing.assert_allclose(share, expected, atol=0.03)
+
+
+def test_the_logprob_under_a_filter_is_that_of_the_whole_distribution():
+    """ln .4, not the .571 that the first token has among the two that are left."""
+    token, logprob = kept(top_k=2)
+    np.testing.assert_allclose(logprob[token == 0], np.log(0.4), atol=1e-6)
+    assert (token == 0).any()
+
+
+def test_equals_at_the_edge_stay_together():
+    token, _ = kept(top_k=2, logits=jnp.zeros((1, 4)))
+    assert set(token) == {0, 1, 2, 3}
+
+
+def test_without_filters_the_same_tokens_are_drawn():
+    logits = jnp.asarray(3 * np.random.default_rng(5).standard_normal((1, V)).astype(np.float32))
+    token, logprob = kept(logits=logits, count=300)
+    uniforms = jax.random.uniform(jax.random.key(1), (300, 2))
+    plain = sample(jnp.tile(logits, (300, 1)), uniforms, jnp.ones(300), allowed=V)
+    np.testing.assert_array_equal(token, plain[0])
+    np.testing.assert_allclose(logprob, plain[1], atol=1e-6)
+
+
+def test_tails_are_finite():
+    logits = jnp.array([[0.0, -27.6, -80.0, -np.inf]])  # 1, 1e-12, 1e-35 and nothing
+    token, logprob = draw(logits[0], 50, allowed=4)
+    assert np.isfinite(logprob).all() and set(np.asarray(token)) == {0}
+    token, logprob = sample(logits[:, 1:3], jnp.array([[0.999999, 0.5]]), jnp.ones(1), allowed=2)
+    assert np.isfinite(logprob).all()
