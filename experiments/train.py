@@ -108,6 +108,7 @@ def begin_or_recover(
 ) -> tuple[States, ReusePool, int]:
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
     states: States = setup.initial_states(run, backbone)
+    game.engine.warm_up(game.deployed(states['solver'].params))
     found = shared(recover, folder, backbone, reporter)
     if found is None:
         begin(run, folder, game, states)

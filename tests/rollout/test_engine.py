@@ -522,6 +522,20 @@ def test_a_second_call_compiles_nothing(caplog):
     assert set(sampler.programs.held) == held
 
 
+def test_a_warm_engine_compiles_nothing_whatever_it_plays():
+    sampler = Engine(
+        ARCH, TOKENIZER, make_mesh(1), LENGTHS, places=dataclasses.replace(PLACES, short=80, long=2), group_size=2
+    )
+    params = transformer.unstack(policy(), ARCH)
+    sampler.warm_up(params)
+    held = set(sampler.programs.held)
+    assert held == {key for key in sampler.programs.table if key[0] != 'decode' or not key[3]}
+    for count, group, turns in ((1, 1, 1), (7, 2, 4), (20, 2, 9), (3, 5, 2), (13, 1, 6)):
+        rows = play(requests(count, group, max_turns=turns), on=sampler)
+        assert tokens(rows) == tokens(play(requests(count, group, max_turns=turns)))
+    assert set(sampler.programs.held) == held
+
+
 def test_a_shape_that_is_not_in_the_table_is_an_error():
     programs = Programs([('double', 2)])
     double = jax.jit(lambda x: 2 * x)

@@ -98,8 +98,10 @@ class Engine:
             table += [('append', name, size) for size in self.observation_sizes]
             table += [('decode', name, level, is_filtered) for level in levels for is_filtered in (False, True)]
             table += [('empty', name), ('uniforms', name)]
-        table += [('move', 'shared', 'single')] + [('move', name, 'long') for name in self.shapes if name != 'long']
-        return [*table, ('row_keys',)]
+        table += [('move', 'shared', 'single'), ('row_keys',)]
+        if 'long' in self.shapes:
+            table += [('move', 'shared', 'long'), ('move', 'single', 'long')]
+        return table
 
     def rollout(
         self,
@@ -131,7 +133,7 @@ class Engine:
             part = requests[begin : begin + KEYS]
             path = np.zeros((3, KEYS), np.int32)
             path[:, : len(part)] = np.transpose([(sampling.ROLES[r.role], r.problem, r.sample) for r in part])
-            keys = np.asarray(self.programs.run(('row_keys',), row_keys, np.int32(seed), np.int32(step), *path))
+            keys = self._keys(path, seed, step)
             rows += [
                 Row(request, begin + i, self.rules, key)
                 for i, (request, key) in enumerate(zip(part, keys, strict=False))
@@ -139,6 +141,29 @@ class Engine:
         self.counters['rollouts'] += len(rows)
         self.counters['prompt_tokens'] += sum(len(row.ids) for row in rows)
         return rows
+
+    def _keys(self, path: np.ndarray, seed: int, step: int) -> np.ndarray:
+        """u32[KEYS, 2] for path i32[3, KEYS]: roles, problems, samples."""
+        return np.asarray(self.programs.run(('row_keys',), row_keys, np.int32(seed), np.int32(step), *path))
+
+    def warm_up(self, params: Params) -> None:
+        """Compile every program of the table but the filtered ones, so that none is compiled in the middle of a run.
+
+        Each runs once on nothing: prompts of no group, observations of no row, a chunk without an active row.
+        """
+        self._keys(np.zeros((3, KEYS), np.int32), 0, 0)
+        pools: dict[str, Pool] = {}
+        for name, shape in self.shapes.items():
+            pool = pools[name] = self.open(name)
+            if name != 'long':
+                for tokens in self.prompt_sizes:
+                    self._prefill(params, pool, [], tokens)
+            for tokens in self.observation_sizes:
+                self._append(params, pool, [], tokens)
+            for level in range(1, len(shape.blocks) + 1):
+                self._decode(params, pool, [], level)
+        for _, source, target in (key for key in self.programs.table if key[0] == 'move'):
+            self.move(pools[source], pools[target], [])
 
     # --- what runs on the device --------------------------------------------------------------------------------------
 
@@ -155,25 +180,27 @@ class Engine:
         size, batch = pool.shape.group_size, self.places.batch
         for begin in range(0, len(groups), batch):
             part = groups[begin : begin + batch]
-            first = [pool.rows[group * size] for group in part]
-            longest = max(row.prompt_length for row in first)
-            tokens = next(tokens for tokens in self.prompt_sizes if tokens >= longest)
-            ids = np.zeros((batch, tokens), np.int32)
-            lengths, index = np.zeros(batch, np.int32), np.full(batch, pool.shape.groups, np.int32)
-            for i, (group, row) in enumerate(zip(part, first, strict=True)):
-                index[i], lengths[i] = group, row.prompt_length
-                ids[i, : lengths[i]] = row.ids[: lengths[i]]
-            prompt = self.programs.run(
-                ('prefill', pool.shape.name, tokens), decode.prefill,
-                params, pool.slots.prompt, ids, lengths, index, arch=self.arch, mesh=self.mesh,
-            )  # fmt: skip
-            pool.slots = Slots(prompt, pool.slots.own)
-            self.counters['prefill_tokens'] += int(lengths.sum())
-            self.counters['prefill_padding'] += ids.size - int(lengths.sum())
+            longest = max(pool.rows[group * size].prompt_length for group in part)
+            self._prefill(params, pool, part, next(tokens for tokens in self.prompt_sizes if tokens >= longest))
         for group in groups:
             for row in pool.rows[group * size : (group + 1) * size]:
                 if row is not None:
                     row.cached = row.prompt_length
+
+    def _prefill(self, params: Params, pool: Pool, groups: Sequence[int], tokens: int) -> None:
+        ids = np.zeros((self.places.batch, tokens), np.int32)
+        lengths, index = np.zeros(len(ids), np.int32), np.full(len(ids), pool.shape.groups, np.int32)
+        for i, group in enumerate(groups):
+            row = pool.rows[group * pool.shape.group_size]
+            index[i], lengths[i] = group, row.prompt_length
+            ids[i, : lengths[i]] = row.ids[: lengths[i]]
+        prompt = self.programs.run(
+            ('prefill', pool.shape.name, tokens), decode.prefill,
+            params, pool.slots.prompt, ids, lengths, index, arch=self.arch, mesh=self.mesh,
+        )  # fmt: skip
+        pool.slots = Slots(prompt, pool.slots.own)
+        self.counters['prefill_tokens'] += int(lengths.sum())
+        self.counters['prefill_padding'] += ids.size - int(lengths.sum())
 
     def append(self, params: Params, pool: Pool, places: Sequence[int]) -> None:
         """Take in the pending tokens of the rows in `places`, those with about as many together."""
@@ -182,39 +209,50 @@ class Engine:
         for begin in range(0, len(places), batch):
             part = places[begin : begin + batch]
             longest = len(pool.rows[part[-1]].pending)
-            tokens = next(tokens for tokens in self.observation_sizes if tokens >= longest)
-            ids = np.zeros((batch, tokens), np.int32)
-            index = np.full(batch, pool.shape.rows, np.int32)
-            prompt, start, count = (np.zeros(batch, np.int32) for _ in range(3))
-            index[: len(part)], prompt[: len(part)] = part, pool.prompts_of(part)
-            for i, place in enumerate(part):
-                row = pool.rows[place]
-                start[i], count[i] = row.own, len(row.pending)
-                ids[i, : count[i]] = row.pending
-                row.cached = len(row.ids) - 1
-            own = self.programs.run(
-                ('append', pool.shape.name, tokens), decode.append,
-                params, pool.slots.prompt, pool.slots.own, index, ids, prompt, start, count,
-                arch=self.arch, mesh=self.mesh,
-            )  # fmt: skip
-            pool.slots = Slots(pool.slots.prompt, own)
-            self.counters['append_tokens'] += int(count.sum())
-            self.counters['append_padding'] += ids.size - int(count.sum())
+            self._append(params, pool, part, next(tokens for tokens in self.observation_sizes if tokens >= longest))
+
+    def _append(self, params: Params, pool: Pool, places: Sequence[int], tokens: int) -> None:
+        ids = np.zeros((self.places.batch, tokens), np.int32)
+        index = np.full(len(ids), pool.shape.rows, np.int32)
+        prompt, start, count = (np.zeros(len(ids), np.int32) for _ in range(3))
+        index[: len(places)], prompt[: len(places)] = places, pool.prompts_of(places)
+        for i, place in enumerate(places):
+            row = pool.rows[place]
+            start[i], count[i] = row.own, len(row.pending)
+            ids[i, : count[i]] = row.pending
+            row.cached = len(row.ids) - 1
+        own = self.programs.run(
+            ('append', pool.shape.name, tokens), decode.append,
+            params, pool.slots.prompt, pool.slots.own, index, ids, prompt, start, count, arch=self.arch, mesh=self.mesh,
+        )  # fmt: skip
+        pool.slots = Slots(pool.slots.prompt, own)
+        self.counters['append_tokens'] += int(count.sum())
+        self.counters['append_padding'] += ids.size - int(count.sum())
 
     def decode(self, params: Params, pool: Pool, places: Sequence[int]) -> decode.Outputs:
         """Launch a chunk for the rows in `places`; nothing waits for it here."""
         rows = [pool.rows[place] for place in places]
+        return self._decode(
+            params, pool, places,
+            pool.shape.level(max(row.own + min(self.places.chunk, row.room) for row in rows)),
+            is_filtered=any(row.request.top_k or row.request.top_p < 1 for row in rows),
+        )  # fmt: skip
+
+    def _decode(
+        self, params: Params, pool: Pool, places: Sequence[int], level: int, is_filtered: bool = False
+    ) -> decode.Outputs:
+        rows = [pool.rows[place] for place in places]
 
         def column(values: Any, dtype: Any = np.int32, shape: tuple[int, ...] = (), fill: Any = 0) -> np.ndarray:
             array = np.full((pool.shape.rows, *shape), fill, dtype)
-            array[np.asarray(places)] = values
+            if rows:
+                array[np.asarray(places)] = values
             return array
 
-        chunk = self.places.chunk
         uniforms = self.programs.run(
             ('uniforms', pool.shape.name), decode.chunk_uniforms,
             column([row.key for row in rows], np.uint32, (2,)), column([row.cached + 1 for row in rows]),
-            chunk=chunk, mesh=self.mesh,
+            chunk=self.places.chunk, mesh=self.mesh,
         )  # fmt: skip
         inputs = decode.Inputs(
             prompt_length=pool.prompt_length.copy(),  # a program that still runs may read the array itself
@@ -227,8 +265,6 @@ class Engine:
             top_k=column([row.request.top_k for row in rows]),
             top_p=column([row.request.top_p for row in rows], np.float32, fill=1.0),
         )
-        level = pool.shape.level(max(row.own + min(chunk, row.room) for row in rows))
-        is_filtered = any(row.request.top_k or row.request.top_p < 1 for row in rows)
         own, outputs = self.programs.run(
             ('decode', pool.shape.name, level, is_filtered), decode.decode,
             params, pool.slots.prompt, pool.slots.own[:level], inputs, self._stops,
