@@ -81,7 +81,7 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
                 first(write_rollouts, folder, ledger)
                 if number % run.checkpoint_every == 0 or number == run.steps or received:
                     digest = checkpoint.save(folder.checkpoints, number, dict(states))
-            metrics |= {'calls': host.take_calls(), 'time': laps.read() | compilations(game)}
+            metrics |= {'calls': host.take_calls(), 'time': laps.read() | engine_times(game)}
             first(enter, log, metrics, folder, host.state(), digest, pool, run.keep_checkpoints)
             reporter.step(metrics)
             if received:
@@ -108,6 +108,7 @@ def begin_or_recover(
 ) -> tuple[States, ReusePool, int]:
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
     states: States = setup.initial_states(run, backbone)
+    reporter.say(game.engine.summary)
     game.engine.warm_up(game.deployed(states['solver'].params))
     found = shared(recover, folder, backbone, reporter)
     if found is None:
@@ -236,9 +237,11 @@ def acknowledge(
     checkpoint.prune(folder.checkpoints, keep, commit.recorded(folder))
 
 
-def compilations(game: Game) -> dict[str, int]:
-    """Programs compiled so far by this process; a resumed run compiles again, so this counts as time."""
-    return {'engine_programs': game.engine.counters['compilations']}
+def engine_times(game: Game) -> dict[str, float]:
+    """Of all rollouts of this process so far: programs compiled (a resumed run compiles again, so this counts as time),
+    seconds in which the device computed, seconds that searches took, and those of them in which it computed."""
+    seconds = {f'engine_{name}': round(value, 3) for name, value in game.engine.seconds.items()}
+    return {'engine_programs': game.engine.counters['compilations'], **seconds}
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -529,6 +529,7 @@ def test_a_warm_engine_compiles_nothing_whatever_it_plays():
     params = transformer.unstack(policy(), ARCH)
     sampler.warm_up(params)
     held = set(sampler.programs.held)
+    assert f'; {len(held)} programs' in sampler.summary
     assert held == {key for key in sampler.programs.table if key[0] != 'decode' or not key[3]}
     for count, group, turns in ((1, 1, 1), (7, 2, 4), (20, 2, 9), (3, 5, 2), (13, 1, 6)):
         rows = play(requests(count, group, max_turns=turns), on=sampler)
@@ -542,6 +543,15 @@ def test_a_shape_that_is_not_in_the_table_is_an_error():
     assert programs.run(('double', 2), double, jnp.ones(2)).tolist() == [2, 2]
     with pytest.raises(KeyError, match=r"no program of the table has the shape \('double', 3\)"):
         programs.run(('double', 3), double, jnp.ones(3))
+
+
+def test_the_memory_of_the_slots_is_said_beforehand():
+    sampler = engine(short=80, long=2)
+    pools = [sampler.open(name) for name in sampler.shapes]
+    size = sum(leaf.nbytes for pool in pools for leaf in jax.tree.leaves(pool.slots))
+    assert sampler.summary.startswith(
+        f'rollouts: 16 shared rows, 8 single rows, 2 long rows; {size / 1e6:.0f} MB of keys and values over 1 devices'
+    )
 
 
 def test_the_default_places_need_few_programs():

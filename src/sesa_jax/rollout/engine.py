@@ -79,14 +79,15 @@ class Engine:
         table, accept = episode.stop_table(pieces)
         is_end = np.isin(np.arange(arch.vocab), list(tokenizer.end_ids))
         self._stops = jax.device_put((table, accept, is_end), sharding.replicated(mesh))
-        size = sum(shape.nbytes(arch, jnp.dtype(dtype).itemsize) for shape in self.shapes.values())
-        log.info(
-            'rollouts: %s; %.1f MB of keys and values at most, over %d devices; at most %d programs',
-            ', '.join(f'{shape.rows} {name} rows' for name, shape in self.shapes.items()),
-            size / 1e6,
-            mesh.size,
-            len(self.programs.table),
-        )
+        log.info(self.summary)
+
+    @property
+    def summary(self) -> str:
+        """What is known before anything runs: places, memory, programs."""
+        size = sum(shape.nbytes(self.arch, jnp.dtype(self.dtype).itemsize) for shape in self.shapes.values())
+        rows = ', '.join(f'{shape.rows} {name} rows' for name, shape in self.shapes.items())
+        programs = sum(not (key[0] == 'decode' and key[3]) for key in self.programs.table)
+        return f'rollouts: {rows}; {size / 1e6:.0f} MB of keys and values over {self.mesh.size} devices; {programs} programs'
 
     def _table(self) -> list[tuple[Any, ...]]:
         """Every program that this engine may ever ask for; those with a model in them come first."""
