@@ -53,18 +53,20 @@ class Arguments:
 
 
 def summary(folder: RunFolder, console: Console) -> None:
-    """A table: for each step with rollouts on disk, how many of each role, how they ended, and their searches."""
+    """A table: for each step with rollouts on disk, how many of each role, their tokens and turns, and how they ended."""
     grid = Table(title='rollouts', title_justify='left')
-    for column in ('step', 'role', 'rollouts', 'tokens', 'sampled', 'searches', 'ended'):
+    for column in ('step', 'role', 'rollouts', 'tokens', 'sampled', 'turns', 'well-formed', 'searches', 'ended'):
         grid.add_column(column, overflow='fold')
     for step in rollout_steps(folder):
         rows = read_trajectories(folder.rollouts_file(step))
         for role in ('challenger', 'solver'):
             if mine := [row for row in rows if row.role == role]:
                 stops = Counter(row.stop_reason for row in mine)
+                turns = [turn.kind != 'malformed' for row in mine for turn in row.turns]
                 grid.add_row(
                     str(step), role, str(len(mine)), str(sum(len(row.ids) for row in mine)),
-                    str(sum(int(row.is_action.sum()) for row in mine)), str(sum(len(row.searches) for row in mine)),
+                    str(sum(int(row.is_action.sum()) for row in mine)), str(len(turns)), f'{sum(turns) / len(turns):.0%}',
+                    str(sum(len(row.searches) for row in mine)),
                     ', '.join(f'{name} {count}' for name, count in stops.most_common()),
                 )  # fmt: skip
     if not grid.row_count:

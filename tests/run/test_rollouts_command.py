@@ -11,11 +11,11 @@ from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.questions import question_row, write_questions
 
 
-def row(sample, role='solver', stop='answer'):
+def row(sample, role='solver', stop='answer', last='answer'):
     return Trajectory(
         role=role, problem_id='p', sample=sample, ids=np.arange(9, dtype=np.int32),
         is_action=np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], bool), logprobs=np.zeros(9, np.float32), prompt_length=2,
-        turns=(Turn('search', 'the river', 2, 4), Turn('answer', 'green [bold]', 6, 9)),
+        turns=(Turn('search', 'the river', 2, 4), Turn(last, 'green [bold]' if last == 'answer' else '', 6, 9)),
         searches=(Search('the river', (Document('d', 'Old \x1b[31mharbour', 'text'),), 'ok', 0.012),),
         card_ids=('c00007',), stop_reason=stop, weights_version=5, bank_version=4,
     )  # fmt: skip
@@ -25,7 +25,8 @@ def row(sample, role='solver', stop='answer'):
 def path(tmp_path):
     with RunFolder.create(tmp_path / 'run', {}) as made:
         write_trajectories(
-            made.rollouts_file(3), [row(0, 'challenger', 'question'), row(0), row(1), row(2, stop='length')]
+            made.rollouts_file(3),
+            [row(0, 'challenger', 'question'), row(0), row(1), row(2, stop='length', last='malformed')],
         )
         outcomes = [Outcome('wrong', 0.0, 'green'), Outcome('correct', 1.0, 'blue'), Outcome('malformed', 0.0, '')]
         problem = Problem('p', 0, 'What colour?', Target('blue'))
@@ -71,15 +72,8 @@ def test_without_a_step_all_are_summed_up(path):
     code, text = printed(path)
     assert code == 0
     line = next(line for line in text.splitlines() if 'solver' in line)
-    assert [cell.strip() for cell in line.strip('│').split('│')] == [
-        '3',
-        'solver',
-        '3',
-        '27',
-        '15',
-        '3',
-        'answer 2, length 1',
-    ]
+    cells = [cell.strip() for cell in line.strip('│').split('│')]
+    assert cells == ['3', 'solver', '3', '27', '15', '6', '83%', '3', 'answer 2, length 1']
 
 
 @pytest.mark.parametrize(
