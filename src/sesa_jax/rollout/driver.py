@@ -23,6 +23,7 @@ import jax
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Search
 from sesa_jax.rollout.cache import Pool
+from sesa_jax.rollout.decode import Outputs
 from sesa_jax.rollout.row import RUNNING, Row
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Driver:
 
     # --- what a chunk gave --------------------------------------------------------------------------------------------
 
-    def _take_out(self, pool: Pool, places: list[int], out) -> list[Row]:
+    def _take_out(self, pool: Pool, places: list[int], out: Outputs) -> list[Row]:
         """Enter a chunk's tokens into its rows, close the turns that ended; returns the rows that want to search."""
         counters, steps = self.engine.counters, int(out.steps)
         total = 0
