@@ -109,7 +109,8 @@ def begin_or_recover(
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
     states: States = setup.initial_states(run, backbone)
     reporter.say(game.engine.summary)
-    game.engine.warm_up(game.deployed(states['solver'].params))
+    if run.rollout.ahead:
+        game.engine.warm_up(game.deployed(states['solver'].params))
     found = shared(recover, folder, backbone, reporter)
     if found is None:
         begin(run, folder, game, states)

@@ -117,6 +117,8 @@ class Rollout:
     """Decode steps between two looks by the host."""
     batch: int = 8
     """Prompts, or observations, that are computed together."""
+    ahead: bool = True
+    """Compile every program before the first step; else each when it is first needed."""
     deterministic: Annotated[bool, tyro.conf.arg(aliases=['--deterministic'])] = True
     """Take in what searches found at fixed boundaries, so that equal runs have equal bits; else as it comes."""
 
@@ -299,7 +301,7 @@ def small_preset(run: Run) -> Run:
         steps=10,
         checkpoint_every=1,
         problems=4,
-        rollout=replace(run.rollout, rows=8, single=4, long=0),
+        rollout=replace(run.rollout, rows=8, single=4, long=0, ahead=False),  # ten steps need half of the programs
         challenger=replace(run.challenger, max_turns=4),
         solver=replace(run.solver, max_turns=4, rollouts=2),
         lengths=Lengths(prompt=768, response=1024, observation=256, turn=128, documents=2),  # 450 are instruction, cards
