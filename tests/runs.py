@@ -22,7 +22,7 @@ from sesa_jax.skills.bank import Bank
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SMALL = (
     '--problems', '8', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
-    '--validate-every', '100', '--grpo.mini-batch', '8', '--no-rollout.ahead',
+    '--validate-every', '100', '--grpo.mini-batch', '8', '--rollout.no-ahead',
 )  # fmt: skip
 
 
