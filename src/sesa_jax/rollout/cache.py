@@ -61,19 +61,18 @@ def pool_shapes(places: Rollout, lengths: Lengths, group_size: int, mesh: Mesh) 
     Of the blocks of a short place each is as long as all before it: most rows end within the first ones, and those are
     then all that is read.
     """
-    ways = mesh.shape['data']
     short = min(places.short, lengths.response) if places.long else lengths.response
     prompt = _round_up(lengths.prompt, STEP)
     first = _round_up(-(-short // 2 ** (places.blocks - 1)), 8)
     blocks = (first, *(first * 2**n for n in range(places.blocks - 1)))
-    groups = _round_up(max(places.rows // group_size, 1), ways)
+    groups = sharding.padded_rows(max(places.rows // group_size, 1), mesh)
     shapes = {
         'shared': PoolShape('shared', groups, group_size, prompt, blocks),
-        'single': PoolShape('single', _round_up(places.single, ways), 1, prompt, blocks),
+        'single': PoolShape('single', sharding.padded_rows(places.single, mesh), 1, prompt, blocks),
     }
     if short < lengths.response:
         whole = _round_up(lengths.response, 8)
-        shapes['long'] = PoolShape('long', _round_up(places.long, ways), 1, prompt, (whole,))
+        shapes['long'] = PoolShape('long', sharding.padded_rows(places.long, mesh), 1, prompt, (whole,))
     return shapes
 
 
