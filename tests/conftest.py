@@ -1,4 +1,4 @@
-"""Shared test set-up: one persistent compilation cache, and the CPU as the platform."""
+"""Shared test set-up: one persistent compilation cache, the CPU as the platform, and quick compilation."""
 
 import os
 import pathlib
@@ -8,6 +8,9 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # XLA's doubts about its own cached code
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+# Compiling is most of what the tests do, and half of it is LLVM making programs fast that run once. `.ci/run` plays its
+# runs, and repeats the exactness tests, without this.
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
 
 
 def pytest_collection_modifyitems(items):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
+from devices import fake_devices
+
 from experiments import train
 from sesa_jax import config
 from sesa_jax.records import Trajectory
@@ -57,15 +59,11 @@ def play(path: pathlib.Path, *flags: str, steps: int = 2) -> Played:
     return Played(path)
 
 
-def start(path: pathlib.Path, *flags: str, steps: int = 2, devices: int = 0) -> subprocess.Popen:
+def start(path: pathlib.Path, *flags: str, steps: int = 2, devices: int = 1) -> subprocess.Popen:
     """Start the main job as a user does, in a session of its own."""
-    environment = {**os.environ, 'TF_CPP_MIN_LOG_LEVEL': '3'}
-    environment.pop('XLA_FLAGS', None)
-    if devices:
-        environment['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
     command = [sys.executable, '-m', 'experiments.train', *SMALL, '--run-dir', str(path), '--steps', str(steps), *flags]
     return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, cwd=REPOSITORY, env=fake_devices(devices), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
 

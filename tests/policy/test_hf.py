@@ -1,6 +1,5 @@
 import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import fake_devices
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -211,10 +211,9 @@ def test_an_unknown_type_to_save_is_refused(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.devices
 def test_a_billion_parameters_need_no_more_host_memory_than_their_shards_and_two_tensors(tmp_path):
-    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
     script = Path(__file__).with_name('hf_devices.py')
     done = subprocess.run(
-        [sys.executable, script, tmp_path], env={**os.environ, **flags}, capture_output=True, text=True, check=False
+        [sys.executable, script, tmp_path], env=fake_devices(8), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from devices import fake_devices
 from jax.sharding import PartitionSpec
 
 from sesa_jax.policy import sharding
@@ -176,10 +176,7 @@ print('equal', len(one))
 
 
 def run_on_eight(*command):
-    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
-    done = subprocess.run(
-        [sys.executable, *command], env={**os.environ, **flags}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *command], env=fake_devices(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -2,11 +2,9 @@
 
 import dataclasses
 import os
-import pathlib
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from devices import fake_devices
 
 from sesa_jax.run import checkpoint
 from sesa_jax.run.checkpoint import CheckpointError, prune, restore, save, steps, verify
@@ -291,17 +290,7 @@ print('fine')
 
 @pytest.mark.devices
 def test_saved_on_some_devices_restored_on_others(tmp_path):
-    env = {**os.environ, 'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
     done = subprocess.run(
-        [sys.executable, '-c', DEVICES, str(tmp_path)], env=env, capture_output=True, text=True, check=False
+        [sys.executable, '-c', DEVICES, str(tmp_path)], env=fake_devices(4), capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == 'fine', done.stderr
-
-
-def test_saving_the_state_of_the_tiny_run_is_quick(tmp_path):
-    rng = np.random.default_rng(0)
-    tree = {f'leaf{i}': jnp.asarray(rng.normal(size=(4, 128, 135)), jnp.float32) for i in range(80)}  # 22 MB
-    save(pathlib.Path(tmp_path), 1, tree)
-    begin = time.process_time()
-    save(pathlib.Path(tmp_path), 2, tree)
-    assert time.process_time() - begin < 2.0  # of the processor, for the machine may be busy; 0.27 s on the clock

@@ -1,9 +1,15 @@
 """What a command does to its process."""
 
 import os
+import pathlib
 import subprocess
 import sys
+import tomllib
 
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
 import pytest
 
 from sesa_jax.run import process
@@ -38,3 +44,33 @@ def test_the_environments_choice_wins(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='glibc only')
 def test_freed_memory_is_kept():
     assert process.keep_freed_memory() is True
+
+
+@pytest.mark.parametrize('version', process.FAULTY)
+def test_a_faulty_jaxlib_is_refused_with_the_reason(version):
+    with pytest.raises(SystemExit, match=rf'jaxlib {version} cannot be used: .*pip install'):
+        process.refuse_faulty_jaxlib(version)
+
+
+def test_what_is_refused_is_what_the_project_excludes():
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / 'pyproject.toml').read_text())['project']
+    for requirement in (*project['dependencies'][:2], *project['optional-dependencies']['cuda12']):
+        assert {part[2:] for part in requirement.split(',') if part.startswith('!=')} == set(process.FAULTY)
+    process.refuse_faulty_jaxlib(jaxlib.__version__)
+
+
+# The CPU of 0.10.2 gets both of these wrong, without a word; so might another release, on another machine.
+
+
+def test_a_product_under_vmap_and_a_sum_are_fused_into_the_right_number():
+    """jax issue 39103."""
+    rows = jnp.zeros((32_769, 3)).at[:, 0].set(jnp.arange(32_769.0))
+    square = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))
+    assert square(rows)[-1] == 2.0**30
+
+
+@pytest.mark.parametrize('size', [49, 50, 64, 200])
+def test_arcus_tangents_of_long_vectors_are_right(size):
+    """jax issue 39352."""
+    x = np.linspace(-3, 3, size, dtype=np.float32)
+    np.testing.assert_allclose(jnp.arctan(x), np.arctan(x), rtol=1e-6, atol=1e-6)

@@ -100,3 +100,15 @@ def idle(bank: Bank, upto: int) -> None:
     """Commit empty steps up to and with `upto`."""
     for step in range(bank.step + 1, upto + 1):
         bank.commit_step(step, {}, {}, {}, [])
+
+
+def triggers(cards):
+    return ' '.join(card.trigger for card in cards)
+
+
+def distil(bank, step, names):
+    """One consolidation behind `step` from two fresh failures; its drafts have these triggers."""
+    failures = [failure(step, row) for row in range(2)]
+    bank.commit_step(step, {}, {}, {}, failures)
+    assert len(bank.start_consolidation(step)) == 2
+    return bank.finish_consolidation(step, [draft(name, failures[0]) for name in names.split()])

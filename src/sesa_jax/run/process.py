@@ -5,6 +5,7 @@
   updates, 0.5 million with this, which took 0.55 to 0.75 of the time. (One arena for all threads made steps a
   twentieth faster still, but the threads that compile wait for it: 64 s to the end of a first step instead of 52.)
 * Compiled programs are kept between runs, in a folder of the user's cache that nobody else can write.
+* A jaxlib that computes wrong numbers in silence is refused (`refuse_faulty_jaxlib`): pip can be overruled.
 """
 
 from __future__ import annotations
@@ -16,16 +17,32 @@ import sys
 from pathlib import Path
 
 import jax
+import jaxlib
 
 from sesa_jax.run.files import cache_folder
+
+FAULTY = {
+    '0.10.2': 'it computes wrong numbers on a CPU, in silence (jax issues 39103 and 39352)',
+    '0.11.0': 'it computes wrong gradients on a GPU where residuals of a scan are offloaded (openxla issue 46231)',
+    '0.11.1': 'on a CPU it rewrites whole buffers in the loops of the engine (jax issue 40101)',
+}
+"""Releases of jaxlib that pyproject.toml excludes, with the reason."""
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # malloc.h
 
 
 def prepare() -> None:
-    """Call once at the start of a command."""
+    """Call once at the start of a command. Ends the process with the reason where it should not run at all."""
+    refuse_faulty_jaxlib()
     keep_freed_memory()
     keep_compiled_programs()
+
+
+def refuse_faulty_jaxlib(version: str = jaxlib.__version__) -> None:
+    """SystemExit with what to install instead, for a release in `FAULTY`."""
+    if version in FAULTY:
+        instead = f'pip install "jax!={version}" "jaxlib!={version}"'
+        raise SystemExit(f'jaxlib {version} cannot be used: {FAULTY[version]}; {instead}')
 
 
 def keep_freed_memory() -> bool:
