@@ -85,12 +85,27 @@ def test_unknown_flag_names_the_nearest(capsys):
         (['--resume'], '--resume needs --run-dir'),
         (['--optimizer.learning-rate', 'nan'], '--optimizer.learning-rate is nan'),
         (['--solver.temperature', '-1'], '--solver.temperature is -1'),
+        (['--solver.rollouts', '1'], '--solver.advantage group compares the rows of a group, but a group of the solver'),
+        (['--challenger.advantage', 'rloo'], '--challenger.advantage rloo compares the rows of a group'),
+        (['--challenger.advantage', 'reinforce++-baseline'], 'take batch or raw'),
+        (['--grpo.clip-low', '-0.1'], '--grpo.clip-low is -0.1'),
+        (['--grpo.clip-dual', '0.5'], '--grpo.clip-dual is 0.5'),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_flag(flags, named):
     with pytest.raises(ConfigError) as error:
         from_command_line(flags)
     assert named in str(error.value)
+
+
+def test_the_objective_is_made_of_flags():
+    run = from_command_line(
+        '--solver.advantage rloo --challenger.advantage raw --grpo.loss gspo --grpo.clip-high 0.001 '
+        '--grpo.kl-estimator k2 --grpo.importance-weights sequence'.split()
+    )
+    assert (run.solver.advantage, run.challenger.advantage, run.grpo.loss) == ('rloo', 'raw', 'gspo')
+    assert (run.grpo.clip_low, run.grpo.clip_high, run.grpo.kl_estimator) == (None, 0.001, 'k2')
+    assert from_command_line(['--solver.rollouts', '1', '--solver.advantage', 'batch']).solver.rollouts == 1
 
 
 def test_folder_to_resume_is_seen_before_the_rest():

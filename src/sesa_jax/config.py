@@ -17,6 +17,7 @@ import tyro
 
 Method = Literal['sesa', 'ssp', 'skillrl', 'search-r1']
 WorldName = Literal['lab', 'wiki', 'files']
+Advantage = Literal['group', 'batch', 'raw', 'reinforce++-baseline', 'rloo']
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,25 @@ class Optimizer:
 class Grpo:
     """The policy-gradient objective, the same for both roles."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.285
+    loss: Literal['ppo', 'gspo', 'cispo'] = 'ppo'
+    """ppo: clipped ratio a token. gspo: a row (mean log-ratio). cispo: the clipped ratio as weight of the log-prob."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    """Ratios are clipped to 1 - low, 1 + high; None: ppo 0.2, 0.285; gspo 3e-4, 4e-4; cispo 1 (no lower clip), 4."""
     clip_dual: float = 3.0
+    """ppo: rows with a negative advantage never count more than that many times."""
     kl: float = 0.01
-    """Weight of k3 against the frozen initial weights."""
+    """Weight of the KL term against the frozen initial weights."""
+    kl_estimator: Literal['k1', 'k2', 'k3'] = 'k3'
+    """k1 is no anchor: as a loss, its gradient does not depend on the initial weights."""
     entropy: float = 0.0
     aggregation: Literal['token', 'sequence', 'constant'] = 'token'
     drop_dead_groups: bool = False
     """Take groups without any difference in reward out of the token denominator."""
     importance_cap: float = 2.0
     """Cap of the truncated importance weights between sampler and learner."""
-    importance_weights: Literal['auto', 'on', 'off'] = 'auto'
-    """auto: on with bfloat16 compute, off with float32."""
+    importance_weights: Literal['auto', 'off', 'token', 'sequence'] = 'auto'
+    """Of each token, or the product over a row. auto: token with bfloat16 compute, off with float32."""
     mini_batch: int = 128
     """Problems per optimizer step of the solver."""
     remat: Literal['auto', 'none', 'nothing', 'projections'] = 'auto'
@@ -61,8 +68,8 @@ class Grpo:
 @dataclass(frozen=True)
 class Challenger:
     temperature: float = 1.0
-    advantage: Literal['batch', 'raw'] = 'batch'
-    """Its groups have one member, so: over the rows of the whole step, or SSP's raw reward."""
+    advantage: Advantage = 'batch'
+    """Its groups have one member, so: batch, over the rows of the whole step, or SSP's raw reward."""
     penalty: float = 0.1
     """lambda: paid (negative) for p in {0, 1} and for an invalid question."""
     max_turns: int = 10
@@ -83,6 +90,8 @@ class Challenger:
 class Solver:
     rollouts: int = 5
     """G, rollouts per problem."""
+    advantage: Advantage = 'group'
+    """How rewards become advantages; the rules stand in grpo/advantage.py."""
     temperature: float = 1.0
     max_turns: int = 10
 
@@ -330,12 +339,13 @@ def refuse_changes(run: Run, saved: Run) -> None:
 AT_LEAST_ONE = (
     'steps problems checkpoint_every validate_every keep_checkpoints solver.rollouts solver.max_turns '
     'challenger.max_turns challenger.pool_clear_every lengths.documents bank.every bank.capacity bank.at_least '
-    'bank.commit_lag grpo.mini_batch evaluation.per_cell evaluation.validate_per_cell '
+    'bank.commit_lag grpo.mini_batch grpo.clip_dual grpo.importance_cap evaluation.per_cell evaluation.validate_per_cell '
     'rollout.rows rollout.single rollout.short rollout.blocks rollout.chunk rollout.batch'
 )
 AT_LEAST_ZERO = (
     'seed devices tensor_parallel rollout.long solver.temperature challenger.temperature challenger.noise_blocks '
-    'challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate grpo.kl'
+    'challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate grpo.kl '
+    'grpo.clip_low grpo.clip_high'
 )
 
 
@@ -344,13 +354,22 @@ def check(run: Run) -> None:
     values = _flat(to_json(run))
     for limit, names in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         for name in names.split():
-            if not limit <= values[name] < float('inf'):
+            if values[name] is not None and not limit <= values[name] < float('inf'):
                 flag = '--' + name.replace('_', '-')
                 raise ConfigError(f'{flag} is {values[name]}; it must be a number of at least {limit}')
     if run.rollout.rows < run.solver.rollouts:
         raise ConfigError(
             f'--rollout.rows {run.rollout.rows} holds no group of --solver.rollouts {run.solver.rollouts}; raise it'
         )
+    for role, kind, members in (
+        ('solver', run.solver.advantage, run.solver.rollouts),
+        ('challenger', run.challenger.advantage, 1),
+    ):
+        if members == 1 and kind not in ('batch', 'raw'):
+            raise ConfigError(
+                f'--{role}.advantage {kind} compares the rows of a group, but a group of the {role} has one; '
+                'take batch or raw'
+            )
     if run.bank.commit_lag >= run.bank.every:
         raise ConfigError(
             f'--bank.commit-lag {run.bank.commit_lag} is not shorter than --bank.every {run.bank.every}: '

@@ -1,5 +1,7 @@
 """Outcomes, credit for cards, and which failures are worth a lesson."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -130,6 +132,15 @@ def test_frontier_reward_of_a_group_of_five(correct):
     scores = reward.score_solver(config.Run(), step)
     expected = [-0.1, 0.64, 0.96, 0.96, 0.64, -0.1][correct]
     np.testing.assert_allclose(scores.frontier_reward, [expected], rtol=1e-6)
+
+
+def test_both_roles_take_the_advantage_of_their_config():
+    run = replace(RUN, solver=replace(RUN.solver, advantage='rloo'), challenger=replace(RUN.challenger, advantage='raw'))
+    step = solved([['correct', 'wrong', 'wrong', 'wrong', 'wrong']])
+    scores = reward.score_solver(run, step)
+    np.testing.assert_allclose(scores.advantage, [1, -0.25, -0.25, -0.25, -0.25], rtol=1e-6)
+    asked = posed(step.problems, (Rejected('length', 1),), rows=2)
+    np.testing.assert_allclose(reward.score_challenger(run, asked, step, scores)[1].advantage, [0.64, -0.1], rtol=1e-6)
 
 
 def test_the_pool_fills_empty_slots_with_earlier_problems_and_is_cleared():

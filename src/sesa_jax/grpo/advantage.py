@@ -6,8 +6,15 @@ purpose: what a reward is (`selfplay/reward.py`) and which rows are left out (ou
 
 The rules, exactly:
 
-* `group`: (r - mean) / (std + 1e-6) over the rows of one group, population std. All rewards equal -> exactly 0.
-* `batch`: the same over all rows of the call, for a role whose groups have one member. `raw`: the reward itself.
+* `group` (GRPO): (r - mean) / (std + 1e-6) over the rows of one group, population std. All rewards equal -> exactly 0.
+* `batch` (REINFORCE++, arXiv 2501.03262): the same over all rows of the call, for a role whose groups have one member.
+* `reinforce++-baseline` (the same paper's variant for several rollouts a prompt; verl's reinforce_plus_plus_baseline):
+  (r - mean of its group) / (std of all these differences in the call + 1e-6). A hard and an easy group keep their own
+  sizes of surprise, where `group` makes them equal. Rows weigh alike here; verl weighs each by its tokens.
+* `rloo` (leave-one-out, arXiv 2402.14740): r - mean of the *other* rows of its group, no std.
+* `raw`: the reward itself.
+* A row alone in its group has nothing to be compared with: 0 in `group`, `reinforce++-baseline` and `rloo` (verl gives
+  it the raw reward in the last two); the config refuses them for a role whose groups have one member.
 * Rows that are left out take no part in any mean, std or rate. A group that began with two rows or more and has fewer
   than two left is dropped: its last row is left out too.
 * solve rate p = correct / included. Frontier reward: -penalty at p = 0 and p = 1, else 4p(1 - p) (SESA's and SSP's
@@ -17,14 +24,16 @@ The rules, exactly:
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+import typing
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Normalise = Literal['group', 'batch', 'raw']
+from sesa_jax.config import Advantage
+
 EPSILON = 1e-6
 
 
@@ -49,7 +58,7 @@ def scores(
     groups: int,
     penalty: float,
     frontier_shaping: bool,
-    normalise: Normalise,
+    normalise: Advantage,
 ) -> GroupScores:
     """Scores the N rows of one role in one step.
 
@@ -76,8 +85,8 @@ def scores(
     for name, array in (('group', group), ('is_included', is_included), ('is_correct', is_correct)):
         if array.shape != (rows,):
             raise ValueError(f'scores: {name} has shape {array.shape}, rewards {rewards.shape}; both must be [N]')
-    if normalise not in ('group', 'batch', 'raw'):
-        raise ValueError(f'scores: normalise is {normalise!r}; it must be group, batch or raw')
+    if normalise not in typing.get_args(Advantage):
+        raise ValueError(f'scores: normalise is {normalise!r}; it must be one of {typing.get_args(Advantage)}')
     if rows and (group.min() < 0 or group.max() >= groups):
         raise ValueError(f'scores: group ids span {group.min()}..{group.max()}, but there are {groups} groups')
     if not np.isfinite(rewards[is_included]).all():
@@ -112,7 +121,7 @@ def kernel(
     *,
     groups: int,
     frontier_shaping: bool,
-    normalise: Normalise,
+    normalise: Advantage,
 ) -> GroupScores:
     """`scores` on device arrays, unchecked; every rule above is in these lines."""
     chex.assert_rank([rewards, group, is_included, is_correct], 1)
@@ -140,18 +149,24 @@ def kernel(
     else:
         # The whole call is one group under 'batch'. Rewards are measured from the group's least one, so that a common
         # offset costs no digits; equality is asked of max and min, because a mean of equal floats may differ from them.
-        unit = group if normalise == 'group' else jnp.zeros_like(group)
-        units = groups if normalise == 'group' else 1
+        unit = jnp.zeros_like(group) if normalise == 'batch' else group
+        units = 1 if normalise == 'batch' else groups
         total = functools.partial(jax.ops.segment_sum, segment_ids=unit, num_segments=units)
         low = jax.ops.segment_min(jnp.where(is_included, rewards, jnp.inf), unit, units)
         high = jax.ops.segment_max(jnp.where(is_included, rewards, -jnp.inf), unit, units)
         members = jnp.maximum(total(is_included.astype(jnp.float32)), 1)
         above = jnp.where(is_included, rewards - low[unit], 0.0)
-        centred = jnp.where(is_included, above - (total(above) / members)[unit], 0.0)
-        std = jnp.sqrt(total(centred**2) / members)
         is_flat = ~(high > low)
-        advantage = jnp.where(is_flat[unit], 0.0, centred / (std[unit] + EPSILON))
-        is_dead = is_flat if normalise == 'group' else jnp.broadcast_to(is_flat, (groups,))
+        centred = jnp.where(is_included & ~is_flat[unit], above - (total(above) / members)[unit], 0.0)
+        if normalise == 'rloo':  # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
+            advantage = centred * (members / jnp.maximum(members - 1, 1))[unit]
+        elif normalise == 'reinforce++-baseline':  # the differences have mean 0 already
+            std = jnp.sqrt(jnp.sum(centred**2) / jnp.maximum(is_included.sum(), 1))
+            advantage = centred / (std + EPSILON)
+        else:
+            std = jnp.sqrt(total(centred**2) / members)
+            advantage = centred / (std[unit] + EPSILON)
+        is_dead = jnp.broadcast_to(is_flat, (groups,))
     return GroupScores(
         advantage=advantage,
         is_included=is_included,

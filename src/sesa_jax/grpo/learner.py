@@ -7,7 +7,7 @@ by the global norm and takes an AdamW step. So neither the micro-batch size nor 
 gradient beyond rounding, and permuting the rows changes nothing at all.
 
 Two jitted functions do the work: `_accumulate` (one micro-batch, reference pass included) and `_apply` (one optimizer
-step). Left out on purpose: other objectives than PPO-clip, adapters, packing, and moments that live on the host.
+step). Left out on purpose: adapters, packing, and moments that live on the host.
 """
 
 from __future__ import annotations
@@ -135,9 +135,8 @@ def update(
       The new state and metrics as Python floats. Always: rows, tokens (action tokens that take part), optimizer_steps,
       skipped_steps (loss or gradient not finite), idle_mini_batches (no advantage differs from 0), micro_batches,
       padding_waste (share of padding in the micro-batches). Over the mini-batches that took their step, and absent
-      when none did: loss and policy_loss as aggregated; kl (absent without a KL term), entropy, clip_fraction and
-      sampler_difference (|learner - sampler| log-prob) as means over action tokens; sampler_difference_max; the
-      largest grad_norm, before clipping; the last learning_rate.
+      when none did: what `loss.divided` names (kl: absent without a KL term); sampler_difference_max; the largest
+      grad_norm, before clipping; the last learning_rate.
 
     A mini-batch without a row whose advantage differs from 0 takes no optimizer step: parameters and moments stay
     bitwise as they are, whatever KL and weight decay. The same holds for one whose loss or gradient is not finite.
@@ -262,15 +261,15 @@ class _Options:
 
     grpo: config.Grpo
     response_length: int
-    use_importance: bool
+    importance_level: loss.Importance
 
     @classmethod
     def of(cls, grpo: config.Grpo, response_length: int, dtype: Any) -> _Options:
-        auto = jnp.dtype(dtype) == jnp.bfloat16
-        use_importance = {'on': True, 'off': False, 'auto': auto}[grpo.importance_weights]
+        auto = 'token' if jnp.dtype(dtype) == jnp.bfloat16 else 'off'
+        level = auto if grpo.importance_weights == 'auto' else grpo.importance_weights
         # What only the planning reads must not compile the objective anew.
         grpo = dataclasses.replace(grpo, mini_batch=0, micro_batch_tokens=0, drop_dead_groups=False)
-        return cls(grpo, response_length, use_importance)
+        return cls(grpo, response_length, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +335,7 @@ def _accumulate(
             is_counted=arrays['is_counted'],
         )
         total, sums, maxima = loss.objective(
-            tokens, grpo, constant_length=options.response_length, use_importance=options.use_importance
+            tokens, grpo, constant_length=options.response_length, importance_level=options.importance_level
         )
         if anchor is None:
             del sums['kl']  # without a reference it is not 0 but unknown
@@ -411,7 +410,7 @@ def _metrics(
     if taken:
         sums, maxima, steps = zip(*taken, strict=True)
         totals = jax.tree.map(lambda *x: sum(x), *sums)
-        metrics |= {name: total.sum / total.count for name, total in totals.items()}
+        metrics |= loss.divided(totals)
         metrics |= jax.tree.map(lambda *x: max(x), *maxima)
         metrics |= {'grad_norm': max(s['grad_norm'] for s in steps), 'learning_rate': steps[-1]['learning_rate']}
     return {name: float(value) for name, value in metrics.items()}

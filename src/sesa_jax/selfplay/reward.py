@@ -16,7 +16,7 @@ LEFT_OUT = ('outage', 'unjudged')
 
 
 def score_solver(run: Run, solved: Solved) -> GroupScores:
-    """Advantages by group, solve rate and frontier reward of each problem."""
+    """Advantages, solve rate and frontier reward of each problem."""
     kinds = [outcome.kind for outcome in solved.outcomes]
     return scores(
         np.array([outcome.reward for outcome in solved.outcomes], np.float32),
@@ -26,7 +26,7 @@ def score_solver(run: Run, solved: Solved) -> GroupScores:
         groups=len(solved.problems),
         penalty=run.challenger.penalty,
         frontier_shaping=run.frontier_shaping,
-        normalise='group',
+        normalise=run.solver.advantage,
     )
 
 
