@@ -19,6 +19,7 @@ Left out: sampling, stopping and batching (rollout/), and the loss (grpo/). Alph
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,10 +179,22 @@ def hidden(
 
 def logits(params: Params, arch: Architecture, hidden: jax.Array, *, dtype: Any = jnp.float32) -> jax.Array:
     """f32[..., V] of hidden states [..., D], over all V rows of the embedding; products in `dtype`, sums in float32."""
-    x = hidden.astype(dtype)
-    if arch.tied:
-        return jnp.einsum('...d,vd->...v', x, params['embed'].astype(dtype), preferred_element_type=jnp.float32)
-    return jnp.einsum('...d,dv->...v', x, params['head'].astype(dtype), preferred_element_type=jnp.float32)
+    weights = params['embed' if arch.tied else 'head'].astype(dtype)
+    product = '...d,vd->...v' if arch.tied else '...d,dv->...v'
+    return jnp.einsum(product, hidden.astype(dtype), weights, preferred_element_type=jnp.float32)
+
+
+def logits_gradient(
+    weights: jax.Array, arch: Architecture, hidden: jax.Array, slope: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of `logits` of hidden states [M, D], for slope f32[M, V]: to the embedding [V, D] or head [D, V] that is
+    the `weights`, in float32, and to the hidden states, in their dtype. Products in the weights' dtype, sums in float32;
+    the transpose that JAX makes rounds the first to the weights' dtype and takes the slope into the products as it is."""
+    slope = slope.astype(weights.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    to_weights = product('mv,md->vd' if arch.tied else 'md,mv->dv', *((slope, hidden) if arch.tied else (hidden, slope)))
+    to_hidden = product('mv,vd->md' if arch.tied else 'mv,dv->md', slope, weights)
+    return to_weights, to_hidden.astype(hidden.dtype)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
