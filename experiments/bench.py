@@ -1,8 +1,9 @@
-"""Speed as ratios: `python -m experiments.bench rollout --model smollm2-135m --json FILE`.
+"""Speed as ratios: `python -m experiments.bench rollout --model smollm2-135m --json FILE`, or `update`.
 
-Contenders take turns in one process (A, B, B, A, ...), so that what the machine does besides meets all of them. Nothing
-is timed before they were seen to do the same: greedy tokens must be equal. A figure is the median of the ratios of
-neighbouring measurements, with its quartiles; times themselves mean little and are written down for completeness.
+Contenders take turns (A, B, B, A, ...), so that what the machine does besides meets all of them. Nothing is timed before
+they were seen to do the same: greedy tokens must be equal, or loss and gradient norm. A figure is the median of the
+ratios of neighbouring measurements, with its quartiles; times themselves mean little and are written down for
+completeness.
 
 Left out: compilation and the first call of everybody (they are warm-up), and machines: compare ratios, not seconds.
 """
@@ -14,6 +15,7 @@ import os
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 import dataclasses
+import functools
 import json
 import os.path
 import platform
@@ -24,17 +26,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 
-from experiments import bench_rollout
+from experiments import bench_rollout, bench_update
 from sesa_jax.config import ConfigError
 from sesa_jax.run.files import write_atomic
 from sesa_jax.run.process import prepare
 
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'transformers', 'torch', 'numpy')
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'transformers', 'torch', 'trl', 'numpy')
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,38 @@ class Rollout:
     """Of the scripted search, in milliseconds."""
     growth: bool = True
     """Measure how our time grows with rows, prompt length and turns."""
+    json: str = ''
+    """File for every figure, with the command, versions, flags and the machine."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step on fixed rows: our learner against TRL's GRPO step, where TRL is installed."""
+
+    model: str = 'smollm2-135m'
+    """A backbone's name or a local Hugging Face folder."""
+    rows: int = 16
+    mean_tokens: float = 500
+    """Mean length of a row, prompt included."""
+    variation: float = 0.6
+    """Standard deviation of the log-normal lengths over their mean; 0: all have the mean length."""
+    prompt_tokens: int = 64
+    actions: float = 0.3
+    """Share of the tokens that are actions; 1: all behind the prompt."""
+    kl: float = 0.01
+    """Weight of k3 against a frozen reference; 0: no reference on either side."""
+    remat: Literal['none', 'nothing'] = 'none'
+    """Recompute layers in the backward pass, on both sides: the default of both for this model, and a third more work."""
+    micro_batch_tokens: int = 2048
+    trl_tokens: int = 2048
+    """Padded tokens of a micro-batch, ours and TRL's."""
+    stock: bool = False
+    """Measure also the micro-batches that TRL's trainer makes by itself (`--stock-rows` rows each, padded to the longest)."""
+    stock_rows: int = 2
+    pairs: int = 7
+    """Measurements of each contender."""
+    counters: bool = True
+    """Count FLOPs and memory of our program, which needs no quiet machine."""
     json: str = ''
     """File for every figure, with the command, versions, flags and the machine."""
 
@@ -85,10 +119,10 @@ def interleaved(ours: Callable[[], Any], others: Mapping[str, Callable[[], Any]]
             began = time.perf_counter()
             runs[name]()
             seconds[name].append(time.perf_counter() - began)
-    return {name: _ratio(seconds['ours'], seconds[name]) for name in others}
+    return {name: ratio(seconds['ours'], seconds[name]) for name in others}
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return Ratio(median, low, high, min(ours), min(theirs))
@@ -118,7 +152,9 @@ def circumstances(flags: Any) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for flags that cannot work, 1 where contenders disagree."""
     flags = tyro.cli(
-        Annotated[Rollout, tyro.conf.subcommand('rollout')] | Annotated[None, tyro.conf.subcommand('machine')],
+        Annotated[Rollout, tyro.conf.subcommand('rollout')]
+        | Annotated[Update, tyro.conf.subcommand('update')]
+        | Annotated[None, tyro.conf.subcommand('machine')],
         args=None if arguments is None else list(arguments),
         description=__doc__,
     )
@@ -127,11 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     prepare()
     try:
-        found = bench_rollout.measure(flags, interleaved, print)
+        if isinstance(flags, Update):
+            found = bench_update.measure(flags, ratio, functools.partial(print, flush=True))
+        else:
+            found = bench_rollout.measure(flags, interleaved, print)
     except (ConfigError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
-    except bench_rollout.Disagreement as error:
+    except (bench_rollout.Disagreement, bench_update.Disagreement) as error:
         print(f'error: nothing was timed: {error}', file=sys.stderr)
         return 1
     if flags.json:

@@ -48,7 +48,7 @@ def test_padding_rows_do_not_count():
 
 def test_rows_are_a_multiple_of_the_devices_even_over_the_budget():
     got = M.micro_batches(samples([2000] * 9), 1024, ways=8)
-    assert shapes(got) == [(8, 2048), (8, 2048)]
+    assert shapes(got) == [(8, 2304), (8, 2304)]
 
 
 def test_the_order_of_the_rows_means_nothing():
@@ -72,6 +72,54 @@ def test_few_shapes_and_little_padding():
         padded += sum(b.ids.size for b in batches)
     assert len(seen) <= 10
     assert 1 - real / padded < 0.17
+
+
+def test_the_rest_goes_into_quarters():
+    """Ten rows fill a micro-batch, and three are a quarter of it."""
+    assert shapes(M.micro_batches(samples([100] * 13), 1280)) == [(10, 128), (3, 128)]
+    assert shapes(M.micro_batches(samples([100] * 16), 1280)) == [(10, 128), (3, 128), (3, 128)]
+    assert shapes(M.micro_batches(samples([100] * 20), 1280)) == [(10, 128), (10, 128)]
+
+
+def log_normal(count, seed, mean=2500, variation=0.6, longest=M.LENGTHS[-1]):
+    """i64[count]: lengths of a search agent's rows; variation is the standard deviation over the mean."""
+    sigma = np.sqrt(np.log1p(variation**2))
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn, 64, longest).astype(int)
+
+
+def test_a_step_at_full_size_pads_little_in_few_shapes():
+    """1,280 rows on eight devices of 16,384 tokens each: bounds for any step, and for what five steps compile."""
+    seen = set()
+    for step in range(5):
+        lengths = log_normal(1280, step)
+        batches = M.micro_batches(samples(lengths, step), 8 * 16384, ways=8)
+        padded = sum(b.ids.size for b in batches)
+        assert 1 - lengths.sum() / padded <= 0.15
+        assert len(set(shapes(batches))) <= 13
+        assert max(b.ids.size for b in batches) <= 8 * 16384
+        seen |= set(shapes(batches))
+    assert len(seen) <= 16
+
+
+def test_one_big_batch_buckets_and_shuffled_buckets_hold_the_same_rows():
+    lengths = log_normal(64, 0, mean=300)
+    rows = samples(lengths)
+    assert len({s.advantage for s in rows}) == 64  # so an advantage names its row
+
+    def content(batches):
+        return {
+            float(b.advantage[i]): tuple(x[i, : b.lengths[i]].tobytes() for x in (b.ids, b.is_action, b.sampler))
+            for b in batches
+            for i in np.flatnonzero(b.is_counted)
+        }
+
+    big = M.micro_batches(rows, 10**6)
+    buckets = M.micro_batches(rows, 2048)
+    shuffled = M.micro_batches([rows[i] for i in np.random.default_rng(1).permutation(64)], 2048)
+    assert len(big) == 1 and len(buckets) > 5
+    assert content(big) == content(buckets) == content(shuffled)
+    assert len(content(big)) == 64
 
 
 @pytest.mark.parametrize('bad', ['length', 'first', 'id', 'advantage', 'flags'])
