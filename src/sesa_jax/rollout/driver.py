@@ -6,15 +6,21 @@ in behind the following chunk, however early they come, and are waited for there
 equal runs have equal bits. Otherwise they are taken in as they come. Rows have the same tokens either way, because
 nothing that is sampled depends on neighbours; only the last bits of log-probs may differ.
 
-    admit new groups -> take in results -> move rows -> append observations -> decode a chunk -> close turns, search
+    admit new groups -> take in results -> move rows -> append observations -> launch a chunk -> read it
+                                            while it runs: read the turns that ended in the one before, search
+
+What the next launch needs of a chunk is entered at once: its tokens, and which rows are over or want to search, which
+the stop automaton knows. Turns are read as text, searches sent, and results encoded as they come, while chunks run;
+only where no row can decode, or the host waits for a search anyway, turns are read before the launch.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,13 +43,18 @@ class _Batch:
     """The searches of one chunk."""
 
     rows: list[Row]
-    future: concurrent.futures.Future[list[Search]]
     chunk: int  # number of the chunk that produced it
     sent: float
-    come: list[float] = field(default_factory=list)  # when it came, written by the future's thread
+    come: float = 0.0  # when the results came
+    read: concurrent.futures.Future[list[tuple[Search, list[int]]]] = field(default_factory=concurrent.futures.Future)
+    """The results, each with the ids of its observation."""
 
-    def __post_init__(self) -> None:
-        self.future.add_done_callback(lambda _: self.come.append(time.monotonic()))
+    def take(self, found: concurrent.futures.Future[list[Search]], encode: Callable[[Search], list[int]]) -> None:
+        """Fill `read`, with the error where there is one."""
+        try:
+            self.read.set_result([(result, encode(result)) for result in found.result()])
+        except BaseException as error:
+            self.read.set_exception(error)
 
 
 class Driver:
@@ -57,8 +68,11 @@ class Driver:
         for unit in _same_prompts(rows, most):
             self.units['shared' if len(unit) > 1 else 'single'].append(unit)
         self.batches: deque[_Batch] = deque()
+        self.ended: list[Row] = []  # rows with a turn that ended in the newest chunk and was not read yet
+        self.closed: list[Row] = []  # those whose turn was read; which of them are over is not seen yet
         self.chunks = 0
         self.busy: list[tuple[float, float]] = []  # when the device computed, chunk by chunk
+        self.waited = 0.0  # seconds, for searches
 
     def play(self) -> None:
         """Until every row has ended."""
@@ -73,11 +87,17 @@ class Driver:
             if not running:
                 continue
             launched = [(pool, places, self.engine.decode(self.params, pool, places)) for pool, places in running]
+            if self.busy:
+                self.engine.seconds['host'] += time.monotonic() - self.busy[-1][1] - self.waited
+            self._close_turns()
             read = [(pool, places, jax.device_get(outputs)) for pool, places, outputs in launched]
             self.busy.append((began, time.monotonic()))
+            self.waited = 0.0
             self.engine.seconds['device'] += self.busy[-1][1] - began
             self.chunks += 1
-            self._send([row for pool, places, out in read for row in self._take_out(pool, places, out)])
+            for pool, places, outputs in read:
+                self._take_out(pool, places, outputs)
+        self._close_turns()
 
     # --- coming and moving --------------------------------------------------------------------------------------------
 
@@ -127,43 +147,77 @@ class Driver:
 
     # --- searches -----------------------------------------------------------------------------------------------------
 
-    def _send(self, rows: list[Row]) -> None:
-        """Make the searches of a chunk in one call."""
-        if rows:
-            rows.sort(key=lambda row: row.number)
-            future = self.search([row.turns[-1].content for row in rows])
-            self.batches.append(_Batch(rows, future, self.chunks, time.monotonic()))
+    def _read_turns(self) -> None:
+        """Read the turns that ended in the newest chunk, and make their searches in one call. When this happens depends on
+        when results come, so nothing that others could notice changes here: no place becomes free."""
+        for row in self.ended:
+            row.close_turn()
+        if rows := sorted((row for row in self.ended if row.stop is None), key=lambda row: row.number):
+            batch = _Batch(rows, self.chunks, time.monotonic())
+            self.batches.append(batch)
+
+            def come(found: concurrent.futures.Future[list[Search]]) -> None:
+                batch.come = time.monotonic()
+                self.engine.reader.submit(batch.take, found, self.engine.rules.observation)
+
+            self.search([row.turns[-1].content for row in rows]).add_done_callback(come)
+        self.closed += self.ended
+        self.ended = []
+
+    def _close_turns(self) -> None:
+        """Read the turns that were not read yet, and free the places of those that were no search after all."""
+        self._read_turns()
+        for row in self.closed:
+            row.is_searching = row.stop is None
+        self.closed = []
+        self._forget_ended()
 
     def _receive(self) -> None:
         """Take in the results that are due, and wait for some where no row could decode otherwise."""
         if self.engine.places.deterministic:
-            while self.batches and (self.chunks > self.batches[0].chunk or not self._can_decode()):
+            while self.batches and self.batches[0].chunk < self.chunks:
+                if not self.batches[0].read.done():
+                    self._read_turns()  # there is time for it now, and the next searches do not wait for these
                 self._take_in(self.batches.popleft())
+        else:
+            self._take_in_all_that_came()
+        if self._can_decode():
             return
-        while self.batches:
-            done = [batch for batch in self.batches if batch.future.done()]
-            if not done and self._can_decode():
-                return
-            if not done:
-                concurrent.futures.wait([b.future for b in self.batches], return_when='FIRST_COMPLETED')
-            for batch in done:
-                self.batches.remove(batch)
-                self._take_in(batch)
+        self._close_turns()  # no chunk will hide it
+        while self.batches and not self._can_decode():
+            if self.engine.places.deterministic:
+                self._take_in(self.batches.popleft())
+                continue
+            with self._waiting():
+                concurrent.futures.wait([batch.read for batch in self.batches], return_when='FIRST_COMPLETED')
+            self._take_in_all_that_came()
+
+    def _take_in_all_that_came(self) -> None:
+        for batch in [batch for batch in self.batches if batch.read.done()]:
+            self.batches.remove(batch)
+            self._take_in(batch)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What happens inside is not the host's work."""
+        began = time.monotonic()
+        yield
+        self.waited += time.monotonic() - began
 
     def _can_decode(self) -> bool:
         return any(self._ready(pool) for pool in self.pools.values())
 
     def _take_in(self, batch: _Batch) -> None:
-        found = batch.future.result()
+        with self._waiting():
+            found = batch.read.result()
         if len(found) != len(batch.rows):
             raise ValueError(f'search returned {len(found)} results for {len(batch.rows)} queries')
-        for row, result in zip(batch.rows, found, strict=True):
+        for row, (result, ids) in zip(batch.rows, found, strict=True):
             self.engine.counters['searches'] += 1
-            self.engine.counters['observation_tokens'] += row.observe(result)
+            self.engine.counters['observation_tokens'] += row.observe(result, ids)
         self._forget_ended()
-        come = batch.come[0] if batch.come else time.monotonic()
-        hidden = sum(max(0.0, min(end, come) - max(begin, batch.sent)) for begin, end in self.busy[batch.chunk :])
-        self.engine.seconds['search'] += come - batch.sent
+        hidden = sum(max(0.0, min(end, batch.come) - max(begin, batch.sent)) for begin, end in self.busy[batch.chunk :])
+        self.engine.seconds['search'] += batch.come - batch.sent
         self.engine.seconds['search_hidden'] += hidden
 
     def _append(self) -> None:
@@ -177,8 +231,8 @@ class Driver:
 
     # --- what a chunk gave --------------------------------------------------------------------------------------------
 
-    def _take_out(self, pool: Pool, places: list[int], out: Outputs) -> list[Row]:
-        """Enter a chunk's tokens into its rows, close the turns that ended; returns the rows that want to search."""
+    def _take_out(self, pool: Pool, places: list[int], out: Outputs) -> None:
+        """Enter a chunk's tokens into its rows; places whose rows are over become free."""
         counters, steps = self.engine.counters, int(out.steps)
         total = 0
         for place in places:
@@ -187,20 +241,18 @@ class Driver:
             tokens, logprobs = out.tokens[:taken, place].tolist(), out.logprobs[:taken, place].tolist()
             row.sampled(tokens, logprobs, int(out.state[place]), int(out.ending[place]))
             if row.ending != RUNNING:
-                row.close_turn()
+                self.ended.append(row)
         counters['decode_steps'] += steps
         counters['action_tokens'] += total
         counters['idle_stopped'] += steps * len(places) - total
         counters['idle_waiting'] += steps * (len(pool.living) - len(places))
         counters['idle_empty'] += steps * (pool.shape.rows - len(pool.living))
-        searching = [pool.rows[place] for place in places if pool.rows[place].is_searching]
         self._forget_ended()
-        return searching
 
     def _forget_ended(self) -> None:
         for pool in self.pools.values():
             for place in pool.living:
-                if pool.rows[place].stop is not None:
+                if pool.rows[place].is_over:
                     pool.rows[place] = None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -46,8 +47,9 @@ class Engine:
     `counters` adds up, over all calls: rollouts, prompt tokens (asked for and computed), action and observation tokens,
     searches, decode steps, row-steps that sampled nothing by cause (`idle_stopped`: within a chunk, `idle_waiting`: for a
     search or a long place, `idle_empty`: no row), and programs compiled. `seconds` adds up wall time: `device`
-    (something was computing), `search` (latencies of all batches of searches) and `search_hidden` (the part of it
-    during which the device computed).
+    (something was computing), `host` (from the end of a chunk to the launch of the next, waiting for searches not
+    counted), `search` (latencies of all batches of searches) and `search_hidden` (the part of it during which the
+    device computed).
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         self.places = places or Rollout()
         self.counters: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
+        self.reader = ThreadPoolExecutor(1, 'observations')  # encodes what searches find while the device computes
         needed = lengths.prompt + lengths.response
         if needed > arch.max_positions:
             raise ConfigError(

@@ -131,8 +131,8 @@ def stop_table(token_bytes: Sequence[bytes], stops: Sequence[str] = STOPS) -> tu
       accept: bool[states].
     """
     patterns = [stop.encode() for stop in stops]
-    prefixes = sorted({pattern[:n] for pattern in patterns for n in range(len(pattern) + 1)}, key=lambda p: (len(p), p))
-    state_of = {prefix: state for state, prefix in enumerate(prefixes)}
+    state_of = _states(stops)
+    prefixes = list(state_of)
     accept = np.array([any(pattern in prefix for pattern in patterns) for prefix in prefixes])
     by_byte = np.zeros((len(prefixes), 256), dtype=np.uint8 if len(prefixes) <= 256 else np.uint16)
     for prefix, state in state_of.items():
@@ -149,3 +149,14 @@ def stop_table(token_bytes: Sequence[bytes], stops: Sequence[str] = STOPS) -> tu
         byte = np.array([token_bytes[i][column] for i in longer])
         table[:, longer] = by_byte[table[:, longer], byte]
     return table, accept
+
+
+def stop_state(stop: str, stops: Sequence[str] = STOPS) -> int:
+    """The state in which the automaton of `stop_table` has seen `stop`, before any other of `stops`."""
+    return _states(stops)[stop.encode()]
+
+
+def _states(stops: Sequence[str]) -> dict[bytes, int]:
+    """The states of the automaton: one for each beginning of a stop, the empty one first."""
+    prefixes = {stop.encode()[:n] for stop in stops for n in range(len(stop.encode()) + 1)}
+    return {prefix: state for state, prefix in enumerate(sorted(prefixes, key=lambda p: (len(p), p)))}

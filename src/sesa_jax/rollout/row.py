@@ -17,6 +17,7 @@ from sesa_jax.records import Role, Search, StopReason, Trajectory, Turn
 from sesa_jax.rollout import episode
 
 RUNNING, TAG, END, CUT = range(4)  # whether and how a turn ended: a closing tag, an end id, the budget
+SEARCHED = episode.stop_state(episode.TAGS['search'][1])  # of the stop automaton
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Rules:
     def turn_tokens(self, request: Request) -> int:
         return self.lengths.turn if request.turn_tokens is None else request.turn_tokens
 
+    def observation(self, result: Search) -> list[int]:
+        """The ids that answer a search; a function of its result alone."""
+        return episode.encode_observation(self.tokenizer.encode, result, self.lengths.observation)
+
     def check(self, request: Request) -> None:
         """ValueError for a request that cannot be played."""
         if not 0 < len(request.prompt) <= self.lengths.prompt:
@@ -90,7 +95,7 @@ class Row:
     turns: list[Turn] = field(default_factory=list)
     searches: list[Search] = field(default_factory=list)
     stop: StopReason | None = None
-    is_searching: bool = False
+    is_searching: bool = False  # its turn ended with the tag of a search, and it has no result yet
 
     def __post_init__(self) -> None:
         self.append(self.request.prompt)
@@ -121,6 +126,11 @@ class Row:
         """Tokens that may still be sampled in this turn: what is left of its budget and of the response's."""
         return min(self.rules.turn_tokens(self.request) - (len(self.ids) - self.turn_start), self.left)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows; its last turn may still have to be closed."""
+        return not self.is_searching and (self.stop is not None or self.ending != RUNNING)
+
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Sampled ids with their log-probs, or an observation."""
         self.ids += ids
@@ -135,9 +145,12 @@ class Row:
                 f'the policy gave logits that are not numbers to {self.request.role} {self.request.problem_id}'
             )
         self.cached, self.state, self.ending = len(self.ids) - 1, state, ending
+        # Known without reading the turn: only `</search>`, in time, can be followed by anything.
+        is_last = len(self.turns) + 1 == self.request.max_turns
+        self.is_searching = ending == TAG and state == SEARCHED and not is_last and self.left > self.rules.wrapper
 
     def close_turn(self) -> None:
-        """Say what the turn was, and whether the row ends with it; else it wants to search."""
+        """Read what the turn was, and whether the row ends with it; else its search is to be made."""
         start, end = self.turn_start, len(self.ids)
         text = episode.text_of(self.ids[start:end], self.rules.tokenizer.token_bytes)
         kind, content = episode.parse_turn(text, self.request.role)
@@ -146,18 +159,16 @@ class Row:
         self.stop = episode.after_turn(kind, is_cut=self.ending == CUT, is_last=is_last)
         if self.stop is None and self.left <= self.rules.wrapper:
             self.stop = 'length'  # no result could be shown and answered: the search is not made
-        self.is_searching = self.stop is None
         self.state, self.ending = 0, RUNNING
 
-    def observe(self, result: Search) -> int:
-        """Append the result of the row's search, and return how many tokens it has; the row ends when there was none, or
-        no room is left to go on."""
+    def observe(self, result: Search, ids: list[int]) -> int:
+        """Append the result of the row's search, with `Rules.observation` of it, and return how many tokens it has; the
+        row ends when there was none, or no room is left to go on."""
         self.is_searching = False
         self.searches.append(result)
         if result.outcome == 'outage':
             self.stop = 'outage'
             return 0
-        ids = episode.encode_observation(self.rules.tokenizer.encode, result, self.rules.lengths.observation)
         if len(ids) >= self.left:
             self.stop = 'length'
             return 0
