@@ -100,9 +100,9 @@ def test_what_cannot_run_is_refused_with_the_flag(flags, named):
 
 def test_the_objective_is_made_of_flags():
     run = from_command_line(
-        '--solver.advantage rloo --challenger.advantage raw --grpo.loss gspo --grpo.clip-high 0.001 '
-        '--grpo.kl-estimator k2 --grpo.importance-weights sequence'.split()
-    )
+        ['--solver.advantage', 'rloo', '--challenger.advantage', 'raw', '--grpo.loss', 'gspo', '--grpo.clip-high', '0.001',
+         '--grpo.kl-estimator', 'k2', '--grpo.importance-weights', 'sequence']
+    )  # fmt: skip
     assert (run.solver.advantage, run.challenger.advantage, run.grpo.loss) == ('rloo', 'raw', 'gspo')
     assert (run.grpo.clip_low, run.grpo.clip_high, run.grpo.kl_estimator) == (None, 0.001, 'k2')
     assert from_command_line(['--solver.rollouts', '1', '--solver.advantage', 'batch']).solver.rollouts == 1
