@@ -91,9 +91,8 @@ def measure(flags: Any, ratio: Compare, say: Say) -> dict[str, Any]:
     )  # fmt: skip
     tokens = sum(len(row.ids) for row in rows)
     share = sum(int(row.is_action.sum()) for row in rows) / tokens
-    longest = max(len(row.ids) for row in rows)
-    say(f'{len(rows)} rows, {tokens} tokens, longest {longest}, {share:.0%} are actions')
-    found: dict[str, Any] = {'tokens': tokens, 'longest': longest, 'share_actions': share}
+    found: dict[str, Any] = {'tokens': tokens, 'longest': max(len(row.ids) for row in rows), 'share_actions': share}
+    say(f'{len(rows)} rows, {tokens} tokens, longest {found["longest"]}, {share:.0%} are actions')
     setup = {'folder': str(folder), **dataclasses.asdict(flags)}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / 'rows.npz'
@@ -167,7 +166,9 @@ class Worker:
     def __init__(self, name: str, setup: dict[str, Any]) -> None:
         self.name = name
         command = [sys.executable, '-m', 'experiments.bench_update', name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Where cores are shared, OpenMP's threads would burn them while they wait for each other.
+        env = {'OMP_WAIT_POLICY': 'PASSIVE', **os.environ}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._tell(setup)
 
     def ask(self, what: str) -> Any:
@@ -372,9 +373,8 @@ def trl_batches(rows: Sequence[Row], tokens: int, stock: int) -> list[dict[str, 
             batch[name] = np.zeros((len(part), right), np.int64)
         for i, row in enumerate(part):
             size = len(row.ids) - row.prompt
-            batch['prompt_ids'][i, left - row.prompt :], batch['prompt_mask'][i, left - row.prompt :] = (
-                row.ids[: row.prompt], 1,
-            )  # fmt: skip
+            start = left - row.prompt
+            batch['prompt_ids'][i, start:], batch['prompt_mask'][i, start:] = row.ids[: row.prompt], 1
             batch['completion_ids'][i, :size], batch['completion_mask'][i, :size] = row.ids[row.prompt :], 1
             batch['tool_mask'][i, :size] = row.is_action[row.prompt :]
         batch['advantages'] = np.array([row.advantage for row in part], np.float32)
