@@ -12,7 +12,8 @@ Each contender lives in a process of its own (`python -m experiments.bench_updat
 own; the first process asks them in turns, and only one works at a time. The reference is the policy with its final norm
 scaled by 1.05, so that its term is not 0. Nothing is timed unless loss and gradient norm of the first step agree.
 
-Left out: sampling, and other old log-probs than the policy's own, which is what a first mini-batch has.
+TRL multiplies k3 by the ratio by default since 1.x, which changes its gradient; that is off. Left out: sampling, and old
+log-probs other than the policy's own, which is what a first mini-batch has.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 Say = Callable[[str], None]
+Compare = Callable[[Sequence[float], Sequence[float]], Any]  # seconds of ours and of the other -> bench.Ratio
 TOLERANCE = 1e-4  # relative, of loss and gradient norm
 REFERENCE_SCALE = 1.05
 
@@ -75,7 +77,7 @@ def agent_rows(count: int, ids: np.ndarray, *, mean: float, variation: float, pr
 # --- the first process ------------------------------------------------------------------------------------------------
 
 
-def measure(flags: Any, ratio: Callable[[Sequence[float], Sequence[float]], Any], say: Say) -> dict[str, Any]:
+def measure(flags: Any, ratio: Compare, say: Say) -> dict[str, Any]:
     """Every figure of the benchmark; `say` is told each as it is found."""
     from sesa_jax.policy import backbones, hf
 
@@ -89,9 +91,8 @@ def measure(flags: Any, ratio: Callable[[Sequence[float], Sequence[float]], Any]
     )  # fmt: skip
     tokens = sum(len(row.ids) for row in rows)
     share = sum(int(row.is_action.sum()) for row in rows) / tokens
-    longest = max(len(row.ids) for row in rows)
-    say(f'{len(rows)} rows, {tokens} tokens, longest {longest}, {share:.0%} are actions')
-    found: dict[str, Any] = {'tokens': tokens, 'longest': longest, 'share_actions': share}
+    found: dict[str, Any] = {'tokens': tokens, 'longest': max(len(row.ids) for row in rows), 'share_actions': share}
+    say(f'{len(rows)} rows, {tokens} tokens, longest {found["longest"]}, {share:.0%} are actions')
     setup = {'folder': str(folder), **dataclasses.asdict(flags)}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / 'rows.npz'
@@ -110,25 +111,21 @@ def measure(flags: Any, ratio: Callable[[Sequence[float], Sequence[float]], Any]
     return found
 
 
-def compared(
-    workers: dict[str, Worker],
-    pairs: int,
-    tokens: int,
-    ratio: Callable[[Sequence[float], Sequence[float]], Any],
-    say: Say,
-) -> dict[str, Any]:
+def compared(workers: dict[str, Worker], pairs: int, tokens: int, ratio: Compare, say: Say) -> dict[str, Any]:
     """The first step of each, which must agree, then steps in turns."""
-    first = {name: worker.ask('step') for name, worker in workers.items()}
-    for name, step in first.items():
-        agree(name, step, first['ours'])
+    first: dict[str, dict[str, float]] = {}
+    for name, worker in workers.items():
+        step = first[name] = worker.ask('step')
         say(
             f'{name}: loss {step["loss"]:.6f}, gradient norm {step["grad_norm"]:.5f}, {step["micro_batches"]:.0f} '
-            f'micro-batches, {step["padding_waste"]:.1%} padding'
+            f'micro-batches, {step["padding_waste"]:.1%} padding; {step["seconds"]:.0f} s with loading and compiling'
         )
+        agree(name, step, first['ours'])
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for pair in range(pairs):
         for name in workers if pair % 2 == 0 else reversed(list(workers)):
-            steps[name].append(workers[name].ask('step'))
+            steps[name].append(step := workers[name].ask('step'))
+            say(f'{name}: step of {step["seconds"]:.1f} s, {step["cpu_seconds"]:.1f} processor seconds')
     found: dict[str, Any] = {'first_step': first, 'steps': steps, 'ratios': {}}
     for name, taken in steps.items():
         seconds = min(step['seconds'] for step in taken)
@@ -169,7 +166,9 @@ class Worker:
     def __init__(self, name: str, setup: dict[str, Any]) -> None:
         self.name = name
         command = [sys.executable, '-m', 'experiments.bench_update', name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Where cores are shared, OpenMP's threads would burn them while they wait for each other.
+        env = {'OMP_WAIT_POLICY': 'PASSIVE', **os.environ}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._tell(setup)
 
     def ask(self, what: str) -> Any:
@@ -270,13 +269,15 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     before, contender = 0, None
     for _ in sys.stdin:
-        if contender is None:
-            made = {'ours': ours, 'trl': trl, 'trl-stock': trl}[sys.argv[1]]
-            contender, before = made(setup, load(setup['rows_file']), sys.argv[1])
         began, used = time.perf_counter(), cpu_seconds()
+        if contender is None:
+            make = ours if sys.argv[1] == 'ours' else trl
+            contender, before = make(setup, load(setup['rows_file']), sys.argv[1])
         result = contender()
-        result |= {'seconds': time.perf_counter() - began, 'cpu_seconds': cpu_seconds() - used}
-        result |= {'peak_bytes': peak_bytes(), 'bytes_before_model': before}
+        result |= {
+            'seconds': time.perf_counter() - began, 'cpu_seconds': cpu_seconds() - used, 'peak_bytes': peak_bytes(),
+            'bytes_before_model': before,
+        }  # fmt: skip
         answers.write(json.dumps(result) + '\n')
         answers.flush()
 
@@ -336,7 +337,6 @@ def ours(setup: dict[str, Any], rows: Sequence[Row], _: str) -> tuple[Callable[[
     grpo, optimizer = objective(setup)
     reference = {**params, 'final_norm': params['final_norm'] * REFERENCE_SCALE}
     state, batch = learner.init_state(params, optimizer), samples(rows)
-    del params
 
     def step() -> dict[str, float]:
         nonlocal state
@@ -373,9 +373,8 @@ def trl_batches(rows: Sequence[Row], tokens: int, stock: int) -> list[dict[str, 
             batch[name] = np.zeros((len(part), right), np.int64)
         for i, row in enumerate(part):
             size = len(row.ids) - row.prompt
-            batch['prompt_ids'][i, left - row.prompt :], batch['prompt_mask'][i, left - row.prompt :] = (
-                row.ids[: row.prompt], 1,
-            )  # fmt: skip
+            start = left - row.prompt
+            batch['prompt_ids'][i, start:], batch['prompt_mask'][i, start:] = row.ids[: row.prompt], 1
             batch['completion_ids'][i, :size], batch['completion_mask'][i, :size] = row.ids[row.prompt :], 1
             batch['tool_mask'][i, :size] = row.is_action[row.prompt :]
         batch['advantages'] = np.array([row.advantage for row in part], np.float32)
