@@ -78,7 +78,7 @@ def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.M
     return [
         *states,
         Part('gradients, float32', masters, 'tree', True, False),
-        Part('reference, bfloat16, shared', reference, 'tree', True, True),
+        Part(f'{"base and " if run.lora.rank else ""}reference, bfloat16, shared', reference, 'tree', True, True),
         Part('decode copy, bfloat16', copy, 'tree', False, True),
         *(
             Part(f'KV of {shape.rows} {name} rows', tree_bytes(slot_shapes(shape, arch, decode)), 'tree', False, True)
