@@ -1,9 +1,10 @@
 """A checkpoint's policy as a Hugging Face folder: `python -m experiments.export RUN --role solver DIR`.
 
 Reads the newest committed step of a run, or `--step N`, and writes weights, config, generation config, tokenizer and
-chat template into DIR, which transformers loads and `--model DIR` takes. What was written is read back and compared
-with the checkpoint, tensor by tensor and bit by bit, before the folder gets its name. RUN is only read. Needs no
-accelerator, and twice the model in host memory: for 8 billion parameters 65 GB, and 33 GB of disk in float32.
+chat template into DIR, which transformers loads and `--model DIR` takes. Adapters are merged into their base. What was
+written is read back and compared with the checkpoint, tensor by tensor and bit by bit, before the folder gets its name.
+RUN is only read. Needs no accelerator, and twice the model in host memory: for 8 billion parameters 65 GB, and 33 GB of
+disk in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tyro
 
 from sesa_jax import config
 from sesa_jax.config import ConfigError
-from sesa_jax.policy import backbones, hf
+from sesa_jax.policy import backbones, hf, lora
 from sesa_jax.policy.arch import Architecture, shapes
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Role
@@ -55,8 +56,11 @@ def export(
     if (source / 'tokenizer.json').read_bytes() != folder.tokenizer.read_bytes():
         raise ConfigError(f'{source} is not the model that {run_dir} began with: its tokenizer.json has changed')
     arch = hf.load_architecture(source)
-    wanted = {role: {'params': shapes(arch, jnp.float32)}}
+    setup.refuse_other_base(run, source)
+    wanted = {role: {'params': lora.shapes(arch, run.lora) if run.lora.rank else shapes(arch, jnp.float32)}}
     params = checkpoint.restore(folder.checkpoints, record.step, wanted, record.checkpoint, part=True)[role]['params']
+    if run.lora.rank:
+        params = lora.merged(hf.load_params(source, arch), params)
     half = target.with_name(target.name + TEMPORARY)
     shutil.rmtree(half, ignore_errors=True)
     try:

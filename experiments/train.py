@@ -304,7 +304,7 @@ def open_run(run: Run, saved: Run | None) -> tuple[Run, RunFolder, Backbone]:
     backbone = setup.load(run)  # refuses a bad model before the folder is made
     if run.memory_priming:
         check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
-    run = config.from_json(shared(lambda: config.to_json(worlds.pin(run))))
+    run = config.from_json(shared(lambda: config.to_json(setup.pin(worlds.pin(run), backbone.folder))))
     path = shared(lambda: str(pathlib.Path(run.run_dir or default_folder(run)).absolute()))
     folder = first(RunFolder.create, path, config.to_json(run))
     return run, folder or RunFolder.read(path, 'not on a file system that the processes share: '), backbone

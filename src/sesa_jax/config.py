@@ -18,6 +18,7 @@ import tyro
 Method = Literal['sesa', 'ssp', 'skillrl', 'search-r1']
 WorldName = Literal['lab', 'wiki', 'files']
 Advantage = Literal['group', 'batch', 'raw', 'reinforce++-baseline', 'rloo']
+Projection = Literal['query', 'key', 'value', 'output', 'gate', 'up', 'down']
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ class Grpo:
     50 million parameters and more."""
     micro_batch_tokens: int = 16384
     """Padded tokens per forward and backward pass, over all devices."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters, in place of all parameters: for cards with less memory (policy/lora.py)."""
+
+    rank: int = 0
+    """0: off."""
+    alpha: float = 32.0
+    """Adapters count alpha / rank times."""
+    projections: tuple[Projection, ...] = typing.get_args(Projection)
+    """The matrices of each layer that have one."""
+    base: tyro.conf.Suppress[str] = ''
+    """SHA-256 of the frozen weights, written when a run begins; a resumed run refuses others."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,7 @@ class Run:
     bank: Bank = field(default_factory=Bank)
     grpo: Grpo = field(default_factory=Grpo)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
     evaluation: Evaluation = field(default_factory=Evaluation)
     world: World = field(default_factory=World)
 
@@ -343,9 +359,9 @@ AT_LEAST_ONE = (
     'rollout.rows rollout.single rollout.short rollout.blocks rollout.chunk rollout.batch'
 )
 AT_LEAST_ZERO = (
-    'seed devices tensor_parallel rollout.long solver.temperature challenger.temperature challenger.noise_blocks '
-    'challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate grpo.kl '
-    'grpo.clip_low grpo.clip_high'
+    'seed devices tensor_parallel lora.rank rollout.long solver.temperature challenger.temperature '
+    'challenger.noise_blocks challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate '
+    'grpo.kl grpo.clip_low grpo.clip_high'
 )
 
 
@@ -391,6 +407,8 @@ def check(run: Run) -> None:
         if is_on and not is_met:
             raise ConfigError(f'{flag} needs {what}, which --method {run.method} does not have')
     check_world(run)
+    if not run.lora.rank and run.lora != Lora():
+        raise ConfigError('--lora.alpha and --lora.projections do nothing without --lora.rank')
     if run.resume and not run.run_dir:
         raise ConfigError('--resume needs --run-dir, the folder of the run to go on with')
 

@@ -7,7 +7,8 @@ by the global norm and takes an AdamW step. So neither the micro-batch size nor 
 gradient beyond rounding, and permuting the rows changes nothing at all.
 
 Two jitted functions do the work: `_accumulate` (one micro-batch, reference pass included) and `_apply` (one optimizer
-step). Left out on purpose: adapters, packing, and moments that live on the host.
+step). With adapters (policy/lora.py) only they have gradients and moments, and the reference is their base.
+Left out on purpose: packing, and moments that live on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sesa_jax import config
 from sesa_jax.grpo import loss
 from sesa_jax.grpo.logprob import token_logprobs
 from sesa_jax.grpo.microbatch import MicroBatch, Sample, by_problem, check, micro_batches
-from sesa_jax.policy import sharding
+from sesa_jax.policy import lora, sharding
 from sesa_jax.policy.arch import Architecture, parameter_count
 from sesa_jax.policy.transformer import Params
 
@@ -42,12 +43,12 @@ Sums = dict[str, loss.Ratio]
 class TrainState:
     """All that training changes of one role."""
 
-    params: Params  # float32 masters
+    params: lora.Policy  # float32 masters
     moments: optax.OptState  # AdamW's, float32
     step: jax.Array  # i32[]; optimizer steps taken: the warm-up counts them, and rollouts are stamped with them
 
 
-def init_state(params: Params, optimizer: config.Optimizer) -> TrainState:
+def init_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
     """A state before its first step, on the devices of `params`.
 
     The parameters are copied: `update` may give a state's buffers away, and the caller's tree (often the frozen
@@ -66,7 +67,7 @@ def init_state(params: Params, optimizer: config.Optimizer) -> TrainState:
     return TrainState(params, moments, jnp.int32(0))
 
 
-def abstract_state(params: Params, optimizer: config.Optimizer) -> TrainState:
+def abstract_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
     """`init_state` of abstract parameters (`jax.ShapeDtypeStruct` with shardings on a mesh), without any array."""
     transform = _adamw(optimizer)
     scalar = sharding.replicated(jax.tree.leaves(params)[0].sharding.mesh)
@@ -120,8 +121,8 @@ def update(
       state: before the step. Its buffers are reused for the result when a step is taken and `donate` is set: keep no
         other reference to them (a decode copy made by `transformer.unstack` under jit is a copy and stays). Pass
         donate=False to go on using the old state, such as for a frozen opponent.
-      reference: frozen initial weights for the KL term; never donated, so it may serve both roles, but it must not be
-        the state's own tree.
+      reference: frozen initial weights for the KL term, and the base of a state of adapters; never donated, so it may
+        serve both roles, but it must not be the state's own tree.
       samples: the rows. Those that are left out, have no action token, or (with grpo.drop_dead_groups) belong to a
         dead group take no part in anything.
       arch, allowed, temperature: as the sampler had them (see `logprob.token_logprobs`).
@@ -160,11 +161,13 @@ def update(
     shared = _Shared(arch, allowed, jnp.dtype(dtype).name, remat, mesh)
     options = _Options.of(grpo, response_length, dtype)
     temperature = jnp.float32(temperature)
+    base = reference if isinstance(state.params, lora.Adapters) else None
+
     # The first mini-batch meets the weights that its old log-probs are defined by; later ones need them stored.
-    old = [
-        [_old_logprobs(state.params, _arrays(micro, mesh), temperature, shared=shared) for micro in plan] if i else None
-        for i, plan in enumerate(plans)
-    ]
+    def stored(plan: list[MicroBatch]) -> list[jax.Array]:
+        return [_old_logprobs(state.params, base, _arrays(micro, mesh), temperature, shared=shared) for micro in plan]
+
+    old = [stored(plan) if i else None for i, plan in enumerate(plans)]
     apply = _apply_donating if donate else _apply
     layout = _Layout.of(state)
     reports = []
@@ -175,7 +178,7 @@ def update(
             gradients, *terms = _accumulate(
                 gradients,
                 state.params,
-                reference if grpo.kl else None,
+                reference if grpo.kl else base,
                 _arrays(micro, mesh),
                 old[i] and old[i][j],
                 temperature,
@@ -191,7 +194,7 @@ def update(
 
 
 def lowered(
-    params: Params,
+    params: lora.Policy,
     reference: Params | None,
     shape: tuple[int, int],
     *,
@@ -214,7 +217,7 @@ def lowered(
     }  # fmt: skip
     arrays = {name: jax.ShapeDtypeStruct(*kind, sharding=rows) for name, kind in kinds.items()}
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-    reference = reference if grpo.kl else None
+    reference = reference if grpo.kl or isinstance(params, lora.Adapters) else None
     batch = (params, params, reference, arrays, None, scalar)
     step = (state, params, loss.Ratio(scalar, scalar))
     return {
@@ -239,7 +242,16 @@ class _Shared:
     remat: str | bool
     mesh: Mesh | None
 
-    def logprobs(self, params: Params, arrays: dict[str, jax.Array], temperature: jax.Array, entropy: str) -> Any:
+    def logprobs(
+        self,
+        params: lora.Policy,
+        base: Params | None,
+        arrays: dict[str, jax.Array],
+        temperature: jax.Array,
+        entropy: str,
+    ) -> Any:
+        if isinstance(params, lora.Adapters):
+            params = lora.applied(base, params)
         return token_logprobs(
             params,
             self.arch,
@@ -289,7 +301,7 @@ class _Layout:
         pairs = zip(leaves, self.shardings, strict=True)
         return self.treedef.unflatten([x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in pairs])
 
-    def pin_params(self, params: Params) -> Params:
+    def pin_params(self, params: lora.Policy) -> lora.Policy:
         full = self.treedef.unflatten(self.shardings)
         return jax.tree.map(
             lambda s, x: x if s is None else jax.lax.with_sharding_constraint(x, s),
@@ -301,8 +313,8 @@ class _Layout:
 
 @functools.partial(jax.jit, static_argnames=('shared', 'options', 'layout'), donate_argnames='gradients')
 def _accumulate(
-    gradients: Params,
-    params: Params,
+    gradients: lora.Policy,
+    params: lora.Policy,
     reference: Params | None,
     arrays: dict[str, jax.Array],
     old: jax.Array | None,
@@ -311,18 +323,18 @@ def _accumulate(
     shared: _Shared,
     options: _Options,
     layout: _Layout,
-) -> tuple[Params, Sums, dict[str, jax.Array]]:
+) -> tuple[lora.Policy, Sums, dict[str, jax.Array]]:
     """Adds a micro-batch's gradient of the loss *sum*; returns it with the (sum, count) pairs and maxima."""
     log.info(
         'compiling the learner for %d rows of %d tokens', *arrays['ids'].shape
     )  # runs when traced, so once a shape
     grpo = options.grpo
     with jax.named_scope('reference'):
-        anchor = None if reference is None else shared.logprobs(reference, arrays, temperature, 'none')[0]
+        anchor = shared.logprobs(reference, None, arrays, temperature, 'none')[0] if grpo.kl else None
 
-    def loss_sum(params: Params) -> tuple[jax.Array, tuple[Sums, dict[str, jax.Array]]]:
+    def loss_sum(params: lora.Policy) -> tuple[jax.Array, tuple[Sums, dict[str, jax.Array]]]:
         kind = 'gradient' if grpo.entropy else 'value'
-        logprobs, entropy = shared.logprobs(params, arrays, temperature, kind)
+        logprobs, entropy = shared.logprobs(params, reference, arrays, temperature, kind)
         current = jax.lax.stop_gradient(logprobs)
         tokens = loss.Tokens(
             logprobs=logprobs,
@@ -349,13 +361,18 @@ def _accumulate(
 
 @functools.partial(jax.jit, static_argnames='shared')
 def _old_logprobs(
-    params: Params, arrays: dict[str, jax.Array], temperature: jax.Array, *, shared: _Shared
+    params: lora.Policy,
+    base: Params | None,
+    arrays: dict[str, jax.Array],
+    temperature: jax.Array,
+    *,
+    shared: _Shared,
 ) -> jax.Array:
-    return shared.logprobs(params, arrays, temperature, 'none')[0]
+    return shared.logprobs(params, base, arrays, temperature, 'none')[0]
 
 
 def _optimizer_step(
-    state: TrainState, gradients: Params, total: loss.Ratio, *, optimizer: config.Optimizer, layout: _Layout
+    state: TrainState, gradients: lora.Policy, total: loss.Ratio, *, optimizer: config.Optimizer, layout: _Layout
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Divides by the mini-batch's count, clips, and steps; a step that is not finite changes nothing."""
     gradients = jax.tree.map(lambda x: x / total.count, gradients)

@@ -113,6 +113,11 @@ def load_params(folder: Path, arch: Architecture, shardings: Any = None, dtype: 
     return treedef.unflatten([load(path, sharding) for path, sharding in zip(paths, placed, strict=True)])
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that `load_params` reads."""
+    return sorted(set(_tensor_files(Path(folder)).values()))
+
+
 class _View(NamedTuple):
     """A tensor in a mapped file."""
 

@@ -45,6 +45,7 @@ TRAIN: Rules = {
     'kv_heads': WHOLE,
     'hidden': WHOLE,
     'norm': WHOLE,
+    'rank': WHOLE,  # of adapters (lora.py)
 }
 DECODE: Rules = {
     **dict.fromkeys(TRAIN, WHOLE),

@@ -105,11 +105,19 @@ class Layer(nn.Module):
             name: self.param(name, _initial(spec), spec.shape).astype(x.dtype)
             for name, spec in layer_specs(arch).items()
         }
+
+        def dense(y: jax.Array, name: str) -> jax.Array:
+            out = y @ w[name]
+            if self.has_variable('params', f'{name}_a'):  # an adapter stands beside it (lora.py)
+                a, b = (self.get_variable('params', f'{name}_{part}').astype(x.dtype) for part in 'ab')
+                out = out + (y @ a) @ b
+            return out
+
         with jax.named_scope('attention'):
             y = rms_norm(x, w['attention_norm'], arch.eps)
 
             def heads(name: str, count: int) -> jax.Array:
-                out = y @ w[name]
+                out = dense(y, name)
                 out = out + w[f'{name}_bias'] if arch.qkv_bias else out
                 return out.reshape(rows, tokens, count, arch.head_size)
 
@@ -118,10 +126,10 @@ class Layer(nn.Module):
                 q, k = rms_norm(q, w['query_norm'], arch.eps), rms_norm(k, w['key_norm'], arch.eps)
             q, k = attention.rotate(q, rotation), attention.rotate(k, rotation)
             attended, state = attend(q, k, v)
-            x = x + attended.reshape(rows, tokens, -1).astype(x.dtype) @ w['output']
+            x = x + dense(attended.reshape(rows, tokens, -1).astype(x.dtype), 'output')
         with jax.named_scope('mlp'):
             y = rms_norm(x, w['mlp_norm'], arch.eps)
-            x = x + (nn.silu(y @ w['gate']) * (y @ w['up'])) @ w['down']
+            x = x + dense(nn.silu(dense(y, 'gate')) * dense(y, 'up'), 'down')
         return x, state
 
 

@@ -26,7 +26,7 @@ from sesa_jax.config import Run
 from sesa_jax.grpo import learner
 from sesa_jax.grpo.logprob import HEAD_CHUNK
 from sesa_jax.grpo.microbatch import LENGTHS
-from sesa_jax.policy import sharding, transformer
+from sesa_jax.policy import lora, sharding, transformer
 from sesa_jax.policy.arch import Architecture, abstract, parameter_count, shapes
 from sesa_jax.rollout import decode as decoding
 from sesa_jax.rollout.cache import PoolShape, pool_shapes
@@ -61,31 +61,31 @@ class Program:
 
 def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.Mesh) -> list[Part]:
     """What lies on one device, in bytes, in bfloat16 compute over float32 masters."""
-    layout = sharding.shardings(abstract(arch), sharding.TRAIN, train)
-    masters = tree_bytes(placed(shapes(arch, jnp.float32), layout))
-    reference = masters // 2
+    masters = tree_bytes(trained(run, arch, train))
+    what = 'adapters' if run.lora.rank else 'masters'
+    reference = tree_bytes(frozen(arch, train))
     copy = tree_bytes(deployed_shapes(arch, decode))
     roles = 2 if run.self_play else 1
     rows, tokens = micro_batch_shape(run, train)
     local = rows // train.shape['data'] * tokens
     if run.offload:
-        states = [Part('masters and moments of the role in its update', 3 * masters, 'tree', True, False)]
+        states = [Part(f'{what} and moments of the role in its update', 3 * masters, 'tree', True, False)]
     else:
         states = [
-            Part(f'masters, float32, {roles} roles', roles * masters, 'tree', True, True),
+            Part(f'{what}, float32, {roles} roles', roles * masters, 'tree', True, True),
             Part(f'AdamW moments, float32, {roles} roles', roles * 2 * masters, 'tree', True, True),
         ]
     return [
         *states,
         Part('gradients, float32', masters, 'tree', True, False),
-        Part('reference, bfloat16, shared', reference, 'tree', True, True),
+        Part(f'{"base and " if run.lora.rank else ""}reference, bfloat16, shared', reference, 'tree', True, True),
         Part('decode copy, bfloat16', copy, 'tree', False, True),
         *(
             Part(f'KV of {shape.rows} {name} rows', tree_bytes(slot_shapes(shape, arch, decode)), 'tree', False, True)
             for name, shape in rollout_pools(run, decode).items()
         ),
         Part(f'activations, {local:,} tokens', local * activation_bytes(run, arch), 'count', True, False),
-        Part('logits chunk and head', head_bytes(arch), 'count', True, False),
+        Part('logits chunk and head', head_bytes(arch, is_trained=not run.lora.rank), 'count', True, False),
         Part('decode step: logits, staging', decode_step_bytes(run, arch, decode), 'count', False, True),
     ]
 
@@ -94,17 +94,21 @@ def activation_bytes(run: Run, arch: Architecture) -> int:
     """Bytes a token in the backward pass: what each layer keeps, and what one layer needs for a moment."""
     query, keys, width, hidden = arch.heads * arch.head_size, arch.kv_heads * arch.head_size, arch.width, arch.hidden
     inner = 6 * width + 3 * (query + 2 * keys) + 2 * query + 6 * hidden
+    specs = lora.abstract(arch, run.lora) if run.lora.rank else {'a': {}, 'b': {}}
+    thin = run.lora.rank * len(specs['a'])  # x A of each adapter
+    added = sum(spec.shape[-1] for spec in specs['b'].values())  # (x A) B, which is a matrix's output as well
+    inner += thin + added
     kept = {
         'nothing': width,  # the residual stream alone
-        'projections': width + query + 2 * keys + 2 * width + 2 * hidden,
+        'projections': width + query + 2 * keys + 2 * width + 2 * hidden + thin + added,
         False: inner,
     }[learner.remat_policy(run.grpo.remat, arch)]
     return 2 * (arch.layers * kept + inner)
 
 
-def head_bytes(arch: Architecture) -> int:
+def head_bytes(arch: Architecture, is_trained: bool = True) -> int:
     """Logits of one chunk, their softmax and gradient in float32; the head's weights in bfloat16, gradient in float32."""
-    return 3 * 4 * HEAD_CHUNK * arch.vocab + 6 * arch.width * arch.vocab
+    return 3 * 4 * HEAD_CHUNK * arch.vocab + (6 if is_trained else 2) * arch.width * arch.vocab
 
 
 def decode_step_bytes(run: Run, arch: Architecture, mesh: sharding.Mesh) -> int:
@@ -132,6 +136,18 @@ def decode_rows(run: Run, mesh: sharding.Mesh) -> int:
 
 
 # --- abstract arguments ----------------------------------------------------------------------------------------------
+
+
+def trained(run: Run, arch: Architecture, mesh: sharding.Mesh) -> Any:
+    """What has gradients and moments: float32 masters, or adapters."""
+    if run.lora.rank:
+        return lora.shapes(arch, run.lora, mesh)
+    return placed(shapes(arch, jnp.float32), sharding.shardings(abstract(arch), sharding.TRAIN, mesh))
+
+
+def frozen(arch: Architecture, mesh: sharding.Mesh) -> Any:
+    """The reference of the KL term, and the base of adapters."""
+    return placed(shapes(arch, jnp.bfloat16), sharding.shardings(abstract(arch), sharding.TRAIN, mesh))
 
 
 def placed(tree: Any, layout: Any) -> Any:
@@ -172,13 +188,10 @@ def programs(
     run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.Mesh, say: Callable[[str], None]
 ) -> list[Program]:
     """The update and decode programs of the run, compiled; `say` is told before each."""
-    layout = sharding.shardings(abstract(arch), sharding.TRAIN, train)
-    params = placed(shapes(arch, jnp.float32), layout)
-    reference = placed(shapes(arch, jnp.bfloat16), layout)
     rows, tokens = micro_batch_shape(run, train)
     lowered = learner.lowered(
-        params, reference, (rows, tokens), arch=arch, grpo=run.grpo, optimizer=run.optimizer, mesh=train,
-        response_length=run.lengths.response, dtype=jnp.bfloat16,
+        trained(run, arch, train), frozen(arch, train), (rows, tokens), arch=arch, grpo=run.grpo, mesh=train,
+        optimizer=run.optimizer, response_length=run.lengths.response, dtype=jnp.bfloat16,
     )  # fmt: skip
     arguments, lower = decode_program(run, arch, decode)
     lowered['decode'] = lower, arguments
@@ -278,10 +291,12 @@ def peak(found: Iterable[Part]) -> tuple[int, str]:
 
 
 def ways_out(run: Run) -> list[tuple[list[str], Run]]:
-    """Flags that need less memory and the run with them: what costs only time first, shorter answers last."""
+    """Flags that need less memory and the run with them: what costs only time first, then shorter answers, and what
+    trains adapters alone last."""
     rows = [most for n in range(6) if (most := run.rollout.rows >> n) >= run.solver.rollouts]
     options = []
-    for shrink, micro, offload, count in itertools.product((1, 2, 4), (1, 4), (run.offload, True), rows):
+    ranks = dict.fromkeys((run.lora.rank, run.lora.rank or 16))
+    for rank, shrink, micro, offload, count in itertools.product(ranks, (1, 2, 4), (1, 4), (run.offload, True), rows):
         response, tokens = run.lengths.response // shrink, run.grpo.micro_batch_tokens // micro
         flags = {
             '--offload': offload and not run.offload,
@@ -289,6 +304,7 @@ def ways_out(run: Run) -> list[tuple[list[str], Run]]:
             f'--rollout.single {min(count, run.rollout.single)}': count < run.rollout.single,
             f'--grpo.micro-batch-tokens {tokens}': micro > 1,
             f'--lengths.response {response}': shrink > 1,
+            f'--lora.rank {rank}': rank != run.lora.rank,
         }
         smaller = dataclasses.replace(
             run,
@@ -296,6 +312,7 @@ def ways_out(run: Run) -> list[tuple[list[str], Run]]:
             offload=offload,
             lengths=dataclasses.replace(run.lengths, response=response),
             grpo=dataclasses.replace(run.grpo, micro_batch_tokens=tokens),
+            lora=dataclasses.replace(run.lora, rank=rank),
         )
         options.append(([flag for flag, is_new in flags.items() if is_new], smaller))
     return options

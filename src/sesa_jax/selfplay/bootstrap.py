@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from sesa_jax.config import ConfigError
-from sesa_jax.policy.transformer import Params
+from sesa_jax.policy.lora import Policy
 from sesa_jax.records import Failure
 from sesa_jax.selfplay import challenger, solver
 from sesa_jax.selfplay.game import Game
@@ -21,7 +21,7 @@ FIRST_STEP = 900_000
 """Random numbers of the bootstrap's batches are those of steps from here on, which no run reaches."""
 
 
-def seed_cards(game: Game, policies: dict[str, Params]) -> tuple[list[DraftCard], list[DraftCard]]:
+def seed_cards(game: Game, policies: dict[str, Policy]) -> tuple[list[DraftCard], list[DraftCard]]:
     """The cards that a run starts with: (handwritten, mined).
 
     policies: initial parameters by role. ConfigError if the handwritten cards alone are more than the bank holds.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sesa_jax.host.client import VerifyItem
-from sesa_jax.policy.transformer import Params
+from sesa_jax.policy.lora import Policy
 from sesa_jax.records import Problem, Rejected, Target, Trajectory
 from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay import checks
@@ -29,7 +29,7 @@ class Posed:
     rejected: tuple[Rejected, ...]
 
 
-def pose(game: Game, params: Params, targets: Sequence[Target], *, step: int, weights_version: int) -> Posed:
+def pose(game: Game, params: Policy, targets: Sequence[Target], *, step: int, weights_version: int) -> Posed:
     """One rollout a target, then the checks in order, then verification of what passed them.
 
     The challenger never sees a card, but under `challenger_sees_skills`: there, cards for its target.

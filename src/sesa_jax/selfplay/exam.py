@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sesa_jax.policy.transformer import Params
+from sesa_jax.policy.lora import Policy
 from sesa_jax.records import Question
 from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay.game import Game
@@ -18,7 +18,7 @@ VERDICTS = {'correct': True, 'wrong': False, 'malformed': False, 'unjudged': Non
 
 
 def sit(
-    game: Game, params: Params, questions: Sequence[Question], *, with_cards: bool, step: int, weights_version: int
+    game: Game, params: Policy, questions: Sequence[Question], *, with_cards: bool, step: int, weights_version: int
 ) -> dict[str, bool | None]:
     """Question id -> right, wrong, or None where there is no verdict."""
     run = game.run

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.host.client import HostClient
+from sesa_jax.policy.lora import Policy
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Question, Role, Target, Trajectory
@@ -28,7 +29,7 @@ class Game:
     engine: Engine
     host: HostClient
     mesh: Mesh  # of the train layout; the engine has its own
-    deployed: Callable[[Params], Params]
+    deployed: Callable[[Policy], Params]
     training_questions: Sequence[Question]  # for the methods without self-play
 
     def prompt(self, text: str) -> list[int]:
@@ -42,7 +43,7 @@ class Game:
         return self.prompt(prompts.challenger(target, cards, self.run.prompt_style))
 
     def rollout(
-        self, params: Params, requests: Sequence[Request], role: Role, *, step: int, weights_version: int, purpose: str
+        self, params: Policy, requests: Sequence[Request], role: Role, *, step: int, weights_version: int, purpose: str
     ) -> list[Trajectory]:
         """Roll out requests of one role with frozen weights. `purpose` names the counter of its searches."""
         return self.engine.rollout(

@@ -6,7 +6,7 @@ Left out: the run folder, recovery and the loop (`experiments/train.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from sesa_jax import worlds
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.grpo import learner
 from sesa_jax.host.client import HostClient
-from sesa_jax.policy import backbones, hf, sharding, transformer
+from sesa_jax.policy import backbones, hf, lora, sharding, transformer
 from sesa_jax.policy.arch import Architecture, abstract
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Role
 from sesa_jax.rollout.engine import Engine
 from sesa_jax.run import distributed
+from sesa_jax.run.files import canonical, digest_bytes, digest_file
 from sesa_jax.selfplay.game import Game
 
 
@@ -38,7 +39,7 @@ class Backbone:
     mesh: Mesh  # of the train layout
     decode_mesh: Mesh  # the same devices in the decode layout
     dtype: Any  # of the arithmetic; masters and moments are float32
-    params: Params  # initial weights in `dtype`, frozen: the reference of the KL term, shared by both roles
+    params: Params  # initial weights in `dtype`, frozen, one for both roles: the KL term's reference, adapters' base
 
     @property
     def decode_arch(self) -> Architecture:
@@ -58,6 +59,9 @@ def load(run: Run) -> Backbone:
     if jax.process_count() > 1 and not run.rollout.deterministic:
         raise ConfigError('--no-deterministic: several processes must take in the results of searches in one order')
     arch = hf.load_architecture(folder)
+    if run.lora.rank:
+        lora.abstract(arch, run.lora)  # refuses what its matrices cannot have
+        distributed.first(refuse_other_base, run, folder)
     tokenizer = Tokenizer(folder, thinking=run.thinking, template=backbones.template_of(run.model))
     mesh = sharding.make_mesh(run.devices)
     decode_mesh = sharding.decode_mesh(arch, run.devices, run.tensor_parallel)
@@ -66,25 +70,44 @@ def load(run: Run) -> Backbone:
     return Backbone(folder, arch, tokenizer, mesh, decode_mesh, dtype, params)
 
 
+def base_digest(folder: Path) -> str:
+    """SHA-256 of a model's architecture and weight files."""
+    files = {path.name: digest_file(path) for path in hf.weight_files(folder)}
+    return digest_bytes(canonical({'architecture': asdict(hf.load_architecture(folder)), 'files': files}))
+
+
+def pin(run: Run, folder: Path) -> Run:
+    """The run with the digest of its base, which its checkpoints do not hold where only adapters are trained."""
+    return replace(run, lora=replace(run.lora, base=base_digest(folder))) if run.lora.rank else run
+
+
+def refuse_other_base(run: Run, folder: Path) -> None:
+    """ConfigError unless the model in `folder` is still the one whose adapters the run trains."""
+    if run.lora.base and run.lora.base != base_digest(folder):
+        raise ConfigError(f'{folder} is not the base that this run began with: its weights have changed')
+
+
 def roles(run: Run) -> tuple[Role, ...]:
     """The policies of a run; without self-play there is no challenger."""
     return ('solver', 'challenger') if run.self_play else ('solver',)
 
 
 def initial_states(run: Run, backbone: Backbone) -> dict[Role, learner.TrainState]:
-    """Both policies as copies of the backbone, with fresh moments; in host memory with `offload`."""
+    """Both policies, copies of the backbone or adapters of it, with fresh moments; in host memory with `offload`."""
     params = backbone.params
-    if backbone.dtype != jnp.float32:  # masters keep what the file has beyond the arithmetic's precision
+    if backbone.dtype != jnp.float32 and not run.lora.rank:  # masters keep what the file has beyond the arithmetic's precision
         places = jax.tree.map(lambda x: x.sharding, params)
         params = hf.load_params(backbone.folder, backbone.arch, places)
     states: dict[Role, learner.TrainState] = {}
-    for role in roles(run):
+    for number, role in enumerate(roles(run)):
+        if run.lora.rank:
+            params = lora.init(backbone.arch, run.lora, [run.seed, number, 47], backbone.mesh)
         state = learner.init_state(params, run.optimizer)
         states[role] = sharding.offload(state) if run.offload else state
     return states
 
 
-def deployment(backbone: Backbone) -> Callable[[Params], Params]:
+def deployment(backbone: Backbone) -> Callable[[lora.Policy], Params]:
     """From parameters in the train layout, on the devices or in host memory, to the decode layout in `dtype`."""
     train = sharding.shardings(abstract(backbone.arch), sharding.TRAIN, backbone.mesh)
     arch = backbone.decode_arch
@@ -94,8 +117,17 @@ def deployment(backbone: Backbone) -> Callable[[Params], Params]:
         cast = jax.tree.map(lambda x: x.astype(backbone.dtype), params)
         return transformer.unstack(jax.lax.with_sharding_constraint(cast, train), arch)
 
-    jitted = jax.jit(cast_then_move, out_shardings=sharding.unstacked(decode, arch.layers))
-    return lambda params: jitted(sharding.onload(params))
+    def merge_then_move(base: Params, adapters: lora.Adapters) -> Params:
+        return cast_then_move(lora.merged(base, adapters))
+
+    places = sharding.unstacked(decode, arch.layers)
+    whole, adapted = (jax.jit(make, out_shardings=places) for make in (cast_then_move, merge_then_move))
+
+    def deployed(params: lora.Policy) -> Params:
+        params = sharding.onload(params)
+        return adapted(backbone.params, params) if isinstance(params, lora.Adapters) else whole(params)
+
+    return deployed
 
 
 def make_game(run: Run, backbone: Backbone, host: HostClient) -> Game:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sesa_jax.host.client import Hit, HostClient, JudgeItem
-from sesa_jax.policy.transformer import Params
+from sesa_jax.policy.lora import Policy
 from sesa_jax.records import Document, Failure, Outcome, Problem, Trajectory
 from sesa_jax.rollout.row import Request
 from sesa_jax.selfplay.game import Game
@@ -32,7 +32,7 @@ class Solved:
         return [place[row.problem_id] for row in self.trajectories]
 
 
-def solve(game: Game, params: Params, problems: Sequence[Problem], *, step: int, weights_version: int) -> Solved:
+def solve(game: Game, params: Policy, problems: Sequence[Problem], *, step: int, weights_version: int) -> Solved:
     """G rollouts for each problem, with the cards that the bank's snapshot has for its question."""
     run = game.run
     cards: list[tuple[Hit, ...]] = [() for _ in problems]
