@@ -296,6 +296,7 @@ def open_run(run: Run, saved: Run | None) -> tuple[Run, RunFolder, Backbone]:
         theirs = config.from_json(shared(config.to_json, run))
         for name, (value, other) in config.difference(run, theirs).items():
             raise ConfigError(f'process {jax.process_index()} was given {name} {value!r}, process 0 {other!r}')
+        distributed.agree(0, saved is None, 'choice of --resume')
     if saved is not None:
         folder = first(RunFolder.resume, run.run_dir) or RunFolder.read(run.run_dir)
         config.refuse_changes(run, saved)

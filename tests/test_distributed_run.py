@@ -1,6 +1,5 @@
 """The main job by two processes of one device each, against one process of two devices."""
 
-import os
 import signal
 import socket
 import time
@@ -29,7 +28,7 @@ def start_pair(path, *flags, steps):
     return [runs.start(path, *FLAGS, *flags, *cluster, str(i), steps=steps, devices=1) for i in (0, 1)]
 
 
-def await_file(file, pair, seconds=240):
+def await_file(file, pair, seconds=480):
     """Until a file of the run is there."""
     deadline = time.monotonic() + seconds
     while not file.exists():
@@ -71,20 +70,6 @@ def test_two_processes_play_and_learn_as_one_and_a_signal_to_one_ends_both(tmp_p
     np.testing.assert_allclose(*np.transpose(losses, (1, 0, 2)), rtol=1e-5, atol=1e-7)
     assert one.record(0)['checkpoint'] == two.record(0)['checkpoint']
     checkpoint.verify(path / 'checkpoints', last, two.record(last)['checkpoint'])
-
-
-@pytest.mark.devices
-@pytest.mark.slow
-@pytest.mark.parametrize('killed', [0, 1])
-def test_a_process_that_dies_ends_the_other(killed, tmp_path):
-    path = tmp_path / 'run'
-    pair = start_pair(path, '--method', 'search-r1', steps=200)
-    await_file(path / 'config.json', pair)
-    os.kill(pair[killed].pid, signal.SIGKILL)
-    pair[killed].communicate()
-    code, output = runs.finish(pair[1 - killed], 60)
-    assert code not in (0, 2, 143), output
-    assert 'rror' in output  # what JAX saw: a lost connection, or a heartbeat that did not come
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,48 @@
-"""Run by test_learner_devices.py in a process with eight fake devices: prints one JSON object of what it saw."""
+"""Run by test_learner_devices.py in a process with eight fake devices: prints one JSON object of what it saw.
 
+Argument: a file for the gradient of the first step.
+"""
+
+import dataclasses
 import json
+import sys
 
 import jax
 import numpy as np
-from grpo_toy import ALLOWED, toy_arch, toy_params, toy_row
+from grpo_toy import ARCH, ONE_STEP, gradient, toy_params, toy_samples
 
-from sesa_jax import config
+from sesa_jax.grpo import learner
 from sesa_jax.grpo.learner import init_state, update
-from sesa_jax.grpo.microbatch import Sample
 from sesa_jax.policy import sharding
 from sesa_jax.policy.arch import abstract
 
-ARCH = toy_arch()
-OPTIMIZER = config.Optimizer(learning_rate=1e-3, warmup_steps=0)
+mesh = sharding.make_mesh(8)
+places = sharding.shardings(abstract(ARCH), sharding.TRAIN, mesh)
+params, reference = (jax.device_put(toy_params(ARCH, seed), places) for seed in (0, 1))
 
 
-def steps(mesh):
-    """Two steps on 7 rows, so that one device holds a padding row only."""
-    params, reference = toy_params(ARCH, seed=0), toy_params(ARCH, seed=1)
-    if mesh is not None:
-        places = sharding.shardings(abstract(ARCH), sharding.TRAIN, mesh)
-        params, reference = jax.device_put(params, places), jax.device_put(reference, places)
-    state = init_state(params, OPTIMIZER)
-    rng = np.random.default_rng(0)
-    reports = []
-    for _ in range(2):
-        rows = [Sample(toy_row(rng, f'p{i % 4}', i // 4), float(rng.normal())) for i in range(7)]
-        state, metrics = update(
-            state, reference, rows, arch=ARCH, grpo=config.Grpo(kl=0.1, micro_batch_tokens=8 * 128),
-            optimizer=OPTIMIZER, temperature=1.0, allowed=ALLOWED, response_length=64, mesh=mesh,
-        )  # fmt: skip
-        reports.append(metrics)
-    return state, reports
+def step(state, rows):
+    return update(state, reference, rows, mesh=mesh, donate=False, **ONE_STEP)
 
 
-one, one_reports = steps(None)
-many, many_reports = steps(sharding.make_mesh(8))
-pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
-embed = many.params['embed'].sharding
+first, metrics = step(init_state(params, ONE_STEP['optimizer']), toy_samples())
+np.savez(sys.argv[1], *jax.tree.leaves(gradient(first)))
+second, _ = step(first, toy_samples(1))
+overflow = [dataclasses.replace(row, advantage=3e38 if i == 5 else row.advantage) for i, row in enumerate(toy_samples())]
+third, skipped = step(second, overflow)
 print(
     json.dumps(
         {
             'devices': len(jax.devices()),
-            'one': one_reports,
-            'many': many_reports,
-            'largest_parameter_difference': max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
-            'embed': str(embed.spec),
+            'metrics': metrics,
+            'skipped': skipped,
+            'skipped_bits': all(map(np.array_equal, jax.tree.leaves(second), jax.tree.leaves(third))),
+            'moved': not np.array_equal(first.params['embed'], second.params['embed']),
+            'programs': learner._accumulate._cache_size(),
+            'embed': str(second.params['embed'].sharding.spec),
             'moments_lie_like_params': all(
-                jax.tree.leaves(jax.tree.map(lambda p, m: p.sharding == m.sharding, many.params, tree))
-                for tree in (many.moments[0].mu, many.moments[0].nu)
+                jax.tree.leaves(jax.tree.map(lambda p, m: p.sharding == m.sharding, second.params, tree))
+                for tree in (second.moments[0].mu, second.moments[0].nu)
             ),
         }
     )

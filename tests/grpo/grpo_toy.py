@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from sesa_jax import config
+from sesa_jax.grpo.microbatch import Sample
 from sesa_jax.policy import transformer
 from sesa_jax.policy.arch import Architecture
 from sesa_jax.records import Trajectory
@@ -45,3 +47,29 @@ def toy_row(rng, problem='p0', sample=0, *, length=None, prompt=4):
         weights_version=0,
         bank_version=0,
     )
+
+
+def toy_samples(seed=0, rows=7):
+    """An odd number of rows, so that one of two or eight devices holds a padding row; their advantages differ."""
+    rng = np.random.default_rng(seed)
+    return [Sample(toy_row(rng, f'p{i % 4}', i // 4), float(rng.normal())) for i in range(rows)]
+
+
+ARCH = toy_arch()
+B1 = 0.9
+ONE_STEP = {
+    'arch': ARCH, 'grpo': config.Grpo(kl=0.1, micro_batch_tokens=8 * 128), 'temperature': 0.7, 'allowed': ALLOWED,
+    'optimizer': config.Optimizer(learning_rate=1e-3, warmup_steps=0, b1=B1, clip_norm=1e30), 'response_length': 64,
+}  # fmt: skip
+"""Arguments of one `update` without clipping, whose first moments tell the gradient."""
+
+
+def gradient(state, read=np.asarray):
+    """The gradient of the only step that a state took: Adam's first moment began at 0, and is (1 - b1) of it now."""
+    return jax.tree.map(lambda mu: read(mu) / np.float32(1 - B1), state.moments[0].mu)
+
+
+def distance(a, b):
+    """|a - b| / |b| of two trees, each as one vector."""
+    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

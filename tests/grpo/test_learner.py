@@ -15,6 +15,7 @@ from sesa_jax.grpo import learner, loss
 from sesa_jax.grpo.learner import TrainState, init_state, update
 from sesa_jax.grpo.microbatch import Sample
 from sesa_jax.policy import transformer
+from sesa_jax.run import checkpoint
 
 ARCH = toy_arch()
 GRPO = config.Grpo(micro_batch_tokens=8 * 128, kl=0.02)
@@ -201,6 +202,34 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(state, reference, cap
     assert all(np.isfinite(x) for x in metrics.values())
 
 
+def test_a_reference_that_is_not_finite_skips_the_step(state, reference):
+    """One row of its embedding overflows: its log-probs are inf and NaN, and so is k3."""
+    got, metrics = step(state, reference | {'embed': reference['embed'].at[7].set(jnp.inf)}, batch())
+    assert_same(got, state)
+    assert (metrics['optimizer_steps'], metrics['skipped_steps']) == (0, 1)
+
+
+def overflowing():
+    """Finite advantages, but the sum over the tokens of one row is not."""
+    return [dataclasses.replace(s, advantage=3e38) if i == 0 else s for i, s in enumerate(batch())]
+
+
+def test_an_overflow_in_one_micro_batch_of_several_skips_the_step(state, reference):
+    grpo = dataclasses.replace(GRPO, micro_batch_tokens=128)
+    got, metrics = step(state, reference, overflowing(), grpo=grpo)
+    assert_same(got, state)
+    assert (metrics['micro_batches'], metrics['optimizer_steps'], metrics['skipped_steps']) == (8, 0, 1)
+
+
+def test_a_mini_batch_behind_one_that_was_skipped_takes_its_step(state, reference):
+    got, metrics = step(state, reference, overflowing(), mini_batch=2)
+    assert (metrics['optimizer_steps'], metrics['skipped_steps'], int(got.step)) == (1, 1, 1)
+    alone, its = step(state, reference, [s for s in batch() if s.trajectory.problem_id in ('p2', 'p3')])
+    for name in ('loss', 'grad_norm', 'kl', 'learning_rate'):
+        np.testing.assert_allclose(metrics[name], its[name], rtol=1e-5, err_msg=name)
+    assert_close(got.moments, alone.moments, rtol=1e-4, atol=1e-7)
+
+
 def test_moments_and_counters_are_float32_and_own_their_buffers(state):
     params = toy_params(ARCH)
     made = init_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER)
@@ -239,6 +268,19 @@ def test_warm_up_counts_optimizer_steps_and_goes_on_after_a_restore():
         rates.append(float(report['learning_rate']))
     np.testing.assert_allclose(rates, np.array([1, 2, 3, 4, 5, 5, 5]) * 2e-4, rtol=1e-6)
     assert int(state.step) == 7
+
+
+def test_a_restored_state_goes_on_with_the_same_bits(state, reference, tmp_path):
+    """Types and values of the moments, and the rate of the next step (the warm-up is under way)."""
+    optimizer = dataclasses.replace(OPTIMIZER, warmup_steps=5)
+    state, _ = step(state, reference, batch(), optimizer=optimizer)
+    digest = checkpoint.save(tmp_path, 1, {'solver': state})
+    restored = checkpoint.restore(tmp_path, 1, {'solver': state}, digest)['solver']
+    assert [x.dtype for x in jax.tree.leaves(restored)] == [x.dtype for x in jax.tree.leaves(state)]
+    assert_same(restored, state)
+    (on, metrics), (again, others) = (step(s, reference, batch(1), optimizer=optimizer) for s in (state, restored))
+    assert_same(on, again)
+    assert metrics == others and metrics['learning_rate'] == pytest.approx(2 / 5 * 1e-2)
 
 
 def test_micro_batches_do_not_advance_the_warm_up(state, reference):
@@ -350,7 +392,7 @@ def test_shapes_are_compiled_once_for_both_roles(state, reference):
     step(state, reference, batch())
     before = learner._accumulate._cache_size()
     for seed, temperature in ((1, 0.7), (2, 1.0), (3, 1.3)):
-        step(state, reference, batch(seed), temperature=temperature)
+        state, _ = step(state, reference, batch(seed), temperature=temperature)
     assert learner._accumulate._cache_size() == before
 
 

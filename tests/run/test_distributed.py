@@ -1,17 +1,26 @@
+import dataclasses
 import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
+import jax
 import numpy as np
 import pytest
 
+from sesa_jax import config
 from sesa_jax.config import ConfigError
+from sesa_jax.grpo.learner import init_state, update
 from sesa_jax.run import distributed
 
 HERE = pathlib.Path(__file__).parent
+QUICK = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'  # to compile; the sums are the same
+sys.path.insert(0, str(HERE.parent / 'grpo'))
+
+from grpo_toy import ARCH, ONE_STEP, distance, gradient, toy_params, toy_samples  # noqa: E402
 
 
 def free_port():
@@ -21,7 +30,7 @@ def free_port():
 
 
 def start(script, *arguments, devices):
-    flags = {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_PLATFORMS': 'cpu'}
+    flags = {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {QUICK}', 'JAX_PLATFORMS': 'cpu'}
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *map(str, arguments)],
         env={**os.environ, **flags},
@@ -92,6 +101,79 @@ def test_process_0_answers_for_both_and_a_lonely_failure_ends_both():
     assert 'ValueError: I alone' in other_err
     assert pair[1].returncode not in (0, None)
     assert pair[0].returncode not in (0, None), err
+
+
+def start_pair(script, *arguments):
+    coordinator = f'127.0.0.1:{free_port()}'
+    return [start(script, coordinator, process, *arguments, devices=1) for process in (0, 1)]
+
+
+def alone(rows):
+    """(gradient, metrics) of one process of one device, by micro-batches of one row."""
+    options = ONE_STEP | {'grpo': dataclasses.replace(ONE_STEP['grpo'], micro_batch_tokens=128)}
+    state, reference = init_state(toy_params(ARCH, 0), ONE_STEP['optimizer']), toy_params(ARCH, 1)
+    state, metrics = update(state, reference, rows, **options)
+    return gradient(state), metrics
+
+
+@pytest.mark.devices
+def test_two_processes_learn_as_one_and_refuse_to_learn_apart(tmp_path):
+    pair = start_pair('distributed_learner.py', tmp_path / 'gradients.npz', -1)
+    outputs = [child.communicate(timeout=240) for child in pair]
+    assert [child.returncode for child in pair] == [0, 0], [err[-2000:] for _, err in outputs]
+    first, second = (said(out) for out, _ in outputs)
+    # The same loss and gradient as one process, also where there are fewer rows than processes.
+    found = np.load(tmp_path / 'gradients.npz')
+    for name, rows in (('all', toy_samples()), ('one row', toy_samples()[:1])):
+        whole, metrics = alone(rows)
+        leaves = [found[f'{name} {i}'] for i in range(len(jax.tree.leaves(whole)))]
+        assert distance(leaves, whole) < 1e-5
+        for key in ('loss', 'kl', 'grad_norm', 'entropy', 'tokens', 'rows', 'optimizer_steps'):
+            assert first['metrics'][name][key] == pytest.approx(metrics[key], rel=1e-5)
+    # A batch that is empty for both is an idle step; one that overflows in one process is skipped by both.
+    steps = {name: (m['optimizer_steps'], m['skipped_steps']) for name, m in first['metrics'].items()}
+    assert steps == {'all': (1, 0), 'one row': (1, 0), 'none': (0, 0), 'left out': (0, 0), 'overflow': (0, 1)}
+    unchanged = {'all': False, 'one row': False, 'none': True, 'left out': True, 'overflow': True}
+    assert first['same bits'] == second['same bits'] == unchanged
+    assert first['metrics'] == second['metrics']
+    # What differs between the processes is refused by both, before one waits for the other.
+    assert first['empty'] == second['empty'] == first['other'] == second['other']
+    assert 'processes [1] came to another batch than process 0' in first['empty']
+    assert 'processes [1] took another branch than process 0; process 0 came to: agree' in first['branch']
+    assert 'process 1 came to: bits' in second['branch']
+    assert first['after all'] == second['after all'] == 'on we go'
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(('what', 'victim'), [('raise', 0), ('kill', 0), ('kill', 1)])
+def test_a_process_that_fails_between_two_steps_ends_the_other(what, victim):
+    """The other one waits for it in a computation; within a minute it ends too, and says what it saw."""
+    pair = start_pair('distributed_learner.py', what, victim)
+    try:
+        for child in pair:
+            while not child.stdout.readline().startswith('{'):  # up to the first step
+                assert child.poll() is None, child.stderr.read()[-2000:]
+        begin = time.monotonic()
+        (_, err), (_, other) = [pair[i].communicate(timeout=60) for i in (victim, 1 - victim)]
+        assert time.monotonic() - begin < 60
+    finally:
+        for child in pair:
+            child.kill()
+    assert pair[victim].returncode and pair[1 - victim].returncode
+    assert what == 'kill' or 'ValueError: I alone' in err
+    assert 'rror' in other  # what JAX saw: a lost connection, or a heartbeat that did not come
+
+
+@pytest.mark.devices
+def test_a_host_process_that_is_lost_for_good_ends_both(tmp_path):
+    """It dies twice: once it is replaced and both go on, then both raise what process 0 saw."""
+    run = config.to_json(config.with_method(config.lab_preset(config.Run(seed=100)), 'ssp'))
+    pair = start_pair('distributed_host.py', tmp_path, json.dumps(run))
+    outputs = [child.communicate(timeout=240) for child in pair]
+    for child, (out, err) in zip(pair, outputs, strict=True):
+        assert child.returncode == 1
+        assert len(said(out)['found']) == 2
+        assert 'HostError: the host process failed 2 times' in err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sesa_jax import config
 from sesa_jax.grpo import loss
@@ -32,6 +32,7 @@ from sesa_jax.grpo.microbatch import MicroBatch, Sample, by_problem, check, micr
 from sesa_jax.policy import lora, sharding
 from sesa_jax.policy.arch import Architecture, parameter_count
 from sesa_jax.policy.transformer import Params
+from sesa_jax.run import distributed
 
 log = logging.getLogger(__name__)
 REMAT_FROM = 50_000_000  # parameters; below, the memory is not worth a third more work
@@ -54,17 +55,29 @@ def init_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
     The parameters are copied: `update` may give a state's buffers away, and the caller's tree (often the frozen
     reference) must survive that. The moments of a sharded parameter are sharded like it.
     """
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    params = jax.tree.map(lambda x: _settled(jnp.array(x, jnp.float32, copy=True)), params)
     transform = _adamw(optimizer)
     moments = optax.tree_map_params(
         transform, lambda moment, param: jax.device_put(moment, param.sharding), transform.init(params), params
     )
     anywhere = jax.tree.leaves(params)[0].sharding
-    if isinstance(anywhere, NamedSharding):  # scalars live on the whole mesh
-        scalar = sharding.replicated(anywhere.mesh)
-        moments = jax.tree.map(lambda x: x if x.ndim else sharding.placed(np.asarray(x), scalar), moments)
-        return TrainState(params, moments, sharding.placed(np.int32(0), scalar))
-    return TrainState(params, moments, jnp.int32(0))
+    scalar = sharding.replicated(anywhere.mesh) if isinstance(anywhere, NamedSharding) else anywhere
+    moments = jax.tree.map(lambda x: x if x.ndim else sharding.placed(np.asarray(x), scalar), moments)
+    return TrainState(params, moments, sharding.placed(np.int32(0), scalar))
+
+
+def _settled(x: jax.Array) -> jax.Array:
+    """x where it lies, but committed and with the sharding so named as in a program's result (no None at the end of its
+    spec). Otherwise the second step would meet other types than the first, and compile its programs again."""
+    place = x.sharding
+    if not isinstance(place, NamedSharding):
+        return jax.device_put(x, place)
+    spec = list(place.spec)
+    while spec and spec[-1] is None:
+        spec.pop()
+    place = NamedSharding(place.mesh, PartitionSpec(*spec), memory_kind=place.memory_kind)
+    parts = [part.data for part in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
 
 
 def abstract_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
@@ -145,6 +158,7 @@ def update(
     Raises:
       ValueError: a row that cannot be trained (see `microbatch.check`), a temperature that is not positive, or a
         reference that shares its arrays with the state.
+      RuntimeError: on all processes of a mesh, where one of them brings other rows.
     """
     if not temperature > 0:
         raise ValueError(f'update: temperature is {temperature}; rows sampled greedily cannot be trained on')
@@ -157,6 +171,8 @@ def update(
     minis = by_problem(kept, mini_batch)
     live = [mini for mini in minis if any(s.advantage != 0 for s in mini)]
     plans = [micro_batches(mini, grpo.micro_batch_tokens, ways) for mini in live]
+    if mesh is not None and mesh.is_multi_process:  # a process with fewer passes would leave the others waiting for it
+        distributed.agree(0, [[micro.digest for micro in plan] for plan in plans], 'batch')
 
     shared = _Shared(arch, allowed, jnp.dtype(dtype).name, remat, mesh)
     options = _Options.of(grpo, response_length, dtype)

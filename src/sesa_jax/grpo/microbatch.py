@@ -8,6 +8,7 @@ Left out: packing several rows into one.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,6 +46,11 @@ class MicroBatch:
     lengths: np.ndarray  # i32[B]
     advantage: np.ndarray  # f32[B]
     is_counted: np.ndarray  # bool[B]
+
+    @property
+    def digest(self) -> tuple[tuple[int, ...], int]:
+        """(shape, CRC-32 of all values)."""
+        return self.ids.shape, zlib.crc32(b''.join(array.tobytes() for array in vars(self).values()))
 
 
 def check(samples: Sequence[Sample], allowed: int) -> None:

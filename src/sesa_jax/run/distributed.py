@@ -5,13 +5,16 @@ MPI, Kubernetes, cloud TPUs) by itself; elsewhere each process is told the coord
 many there are. The coordinator listens on the address that it was given and on no other.
 
 What only one may do (write the run folder, talk to the host process) process 0 does in `first` or `shared`, and the
-others take its result or raise its exception. Alone, a process just does it. Left out: going on with fewer processes
-when one is lost. All end, and the run is resumed.
+others take its result or raise its exception. Alone, a process just does it. Whatever they do together here begins with
+one and the same small exchange, in which each says what it came for: processes that took different branches raise, where
+they would otherwise wait for each other for ever. Left out: going on with fewer processes when one is lost. All end, and
+the run is resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import ipaddress
 import json
@@ -47,6 +50,7 @@ def join(coordinator: str = '', process: int = -1, processes: int = 0, *, second
     coordinator: 'address:port' of process 0, such as '10.0.0.1:8476'; '' leaves all three to JAX's own detection.
     ConfigError for an incomplete or impossible combination, and when the others do not come within `seconds`.
     """
+    jax.config.update('jax_enable_preemption_service', False)  # it swallows SIGTERM, and nothing here asks it
     times = {'initialization_timeout': seconds, 'heartbeat_timeout_seconds': HEARTBEAT_SECONDS}
     if not coordinator:
         if process >= 0 or processes:
@@ -57,6 +61,7 @@ def join(coordinator: str = '', process: int = -1, processes: int = 0, *, second
             raise ConfigError(
                 f'no cluster was detected ({error}); give --coordinator ADDRESS:PORT, --process and --processes'
             ) from error
+        agree(0, None, 'start')
         return
     host, _, port = coordinator.rpartition(':')
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -82,6 +87,7 @@ def join(coordinator: str = '', process: int = -1, processes: int = 0, *, second
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f'process {process} of {processes} could not join at {coordinator}: {error}') from error
+    agree(0, None, 'start')  # while they are together: on CPUs the first exchange waits 30 s for the last one, no longer
 
 
 @contextlib.contextmanager
@@ -118,12 +124,14 @@ def shared(work: Callable[..., T], *arguments: Any) -> T:
     """What `work(*arguments)` gives on process 0, on every process; its result must be JSON-ready.
 
     An exception on process 0 is raised on all: of the same type where it is Python's own or one of this project's, else
-    a RuntimeError with its words. Two small transfers; alone, nothing but the call.
+    a RuntimeError with its words. Two small transfers; alone, nothing but the call. RuntimeError, too, where the others
+    came for other work.
     """
     if jax.process_count() == 1:
         return work(*arguments)
+    what = getattr(work, '__qualname__', type(work).__qualname__)
     if not is_first():
-        answer = json.loads(broadcast(b''))
+        answer = json.loads(broadcast(b'', what))
         if 'error' in answer:
             raise _rebuilt(**answer['error'])
         return answer['result']
@@ -131,9 +139,9 @@ def shared(work: Callable[..., T], *arguments: Any) -> T:
         result = work(*arguments)
         raw = json.dumps({'result': result}).encode()
     except Exception as error:
-        broadcast(json.dumps({'error': _described(error)}).encode())
+        broadcast(json.dumps({'error': _described(error)}).encode(), what)
         raise
-    broadcast(raw)
+    broadcast(raw, what)
     return result
 
 
@@ -141,13 +149,18 @@ def first(work: Callable[..., T], *arguments: Any) -> T | None:
     """`work(*arguments)` on process 0 alone, and its result there; None on the others, which wait. Exceptions as in
     `shared`."""
     kept: list[T] = []
-    shared(lambda: kept.append(work(*arguments)))
+
+    @functools.wraps(work)  # `shared` says by its name what the processes came for
+    def keep() -> None:
+        kept.append(work(*arguments))
+
+    shared(keep)
     return kept[0] if kept else None
 
 
-def broadcast(data: bytes) -> bytes:
-    """The bytes that process 0 gives; what the others give is not looked at."""
-    size = int(multihost_utils.broadcast_one_to_all(np.uint32(len(data))))
+def broadcast(data: bytes, what: str = 'broadcast') -> bytes:
+    """The bytes that process 0 gives; what the others give is not looked at. `what` must be the same on all."""
+    size = int(_met(what, len(data))[0, 0])
     padded = np.zeros(1 << max(size - 1, 1023).bit_length(), np.uint8)  # few lengths, for each is compiled once
     if is_first():
         padded[:size] = np.frombuffer(data, np.uint8)
@@ -177,18 +190,28 @@ def _rebuilt(module: str, name: str, arguments: list[Any], fields: dict[str, Any
 # --- all of them together ---------------------------------------------------------------------------------------------
 
 
-def agree(signal: int, facts: Any) -> int:
+def agree(signal: int, facts: Any, what: str = 'step') -> int:
     """What the processes agree on between two steps: the largest signal number that one of them received, 0 for none.
 
     RuntimeError where `facts` (what the step came to, of plain values) differ, for then they play different games.
     """
     if jax.process_count() == 1:
         return signal
-    mine = np.asarray([signal, zlib.crc32(repr(facts).encode())], np.uint32)
-    all_of_them = np.asarray(multihost_utils.process_allgather(mine))
+    all_of_them = _met(f'agree on the {what}', signal, zlib.crc32(repr(facts).encode()))
     if odd := np.flatnonzero(all_of_them[:, 1] != all_of_them[0, 1]).tolist():
-        raise RuntimeError(f'processes {odd} came to another step than process 0; their machines or files differ')
+        raise RuntimeError(f'processes {odd} came to another {what} than process 0; their machines or files differ')
     return int(all_of_them[:, 0].max())
+
+
+def _met(what: str, value: int, facts: int = 0) -> np.ndarray:
+    """u32[P, 2]: the two numbers of each process. RuntimeError on all of them if they came for different things."""
+    mine = np.asarray([zlib.crc32(what.encode()), value, facts], np.uint32)
+    all_of_them = np.asarray(multihost_utils.process_allgather(mine))
+    if odd := np.flatnonzero(all_of_them[:, 0] != all_of_them[0, 0]).tolist():
+        raise RuntimeError(
+            f'processes {odd} took another branch than process 0; process {jax.process_index()} came to: {what}'
+        )
+    return all_of_them[:, 1:]
 
 
 def whole(array: Any) -> np.ndarray:

@@ -20,6 +20,7 @@ from sesa_jax.grpo.microbatch import Sample
 from sesa_jax.policy import sharding
 from sesa_jax.policy.transformer import Params
 from sesa_jax.records import Failure, Problem, Role, Target, Trajectory
+from sesa_jax.run import distributed
 from sesa_jax.run.clock import Laps
 from sesa_jax.selfplay import challenger, reward, solver
 from sesa_jax.selfplay.challenger import Posed, ReusePool
@@ -67,6 +68,7 @@ def step(
             problems = tuple(sorted(problems + pool.fill(posed, step=number, seed=run.seed), key=lambda p: p.slot))
     else:
         problems = dataset_problems(game, number)
+    distributed.agree(0, problems, 'set of problems')  # they decide which programs run next, and how often
 
     with laps('solver rollouts'):
         solved = solver.solve(
