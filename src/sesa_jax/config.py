@@ -360,8 +360,8 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = (
     'seed devices tensor_parallel lora.rank rollout.long solver.temperature challenger.temperature '
-    'challenger.noise_blocks challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps optimizer.learning_rate '
-    'grpo.kl grpo.clip_low grpo.clip_high'
+    'challenger.noise_blocks challenger.penalty bank.retrieved bank.grace_steps bank.mined bank.bootstrap_steps '
+    'optimizer.learning_rate grpo.kl grpo.clip_low grpo.clip_high'
 )
 
 

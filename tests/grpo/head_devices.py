@@ -15,7 +15,7 @@ from grpo_toy import ALLOWED, toy_arch, toy_params
 
 from sesa_jax.grpo import logprob
 from sesa_jax.policy import sharding, transformer
-from sesa_jax.policy.arch import abstract, is_spec
+from sesa_jax.policy.arch import abstract
 from sesa_jax.run import plan
 
 # Only the head is of interest, and layers compile slowly: a model without them.
