@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from sesa_jax import config
+from sesa_jax import config, door
 from sesa_jax.config import ConfigError
 from sesa_jax.evals import dual_path
 from sesa_jax.evals.dual_path import EvaluationResult
@@ -68,7 +68,7 @@ def evaluate(path: pathlib.Path, per_cell: int | None = None) -> EvaluationResul
         run = config.from_json(folder.read_config())
         if per_cell is not None:
             run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, per_cell=per_cell))
-            config.check(run)
+            door.check(run)
         steps = commit.recorded(folder)
         if not steps:
             raise ConfigError(f'{path} has no committed step to evaluate')

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sesa_jax import command, config
+from sesa_jax import command, config, door
 from sesa_jax.config import ConfigError
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problems=run.problems if own.batch is None else own.batch,
             lengths=dataclasses.replace(run.lengths, **lengths),
         )
-        config.check(run)
+        door.check(run)
         if not own.hbm_gb > 0:
             raise ConfigError(f'--hbm-gb is {own.hbm_gb}; it must be above 0')
         result = plan(run, own.hbm_gb)

@@ -29,7 +29,7 @@ import jax
 from rich.console import Console
 
 from experiments import evaluate
-from sesa_jax import command, config, worlds
+from sesa_jax import command, config, door, worlds
 from sesa_jax.config import ConfigError, Run
 from sesa_jax.evals import dual_path
 from sesa_jax.host.client import BankState, HostClient, HostError, HostProcess
@@ -299,7 +299,7 @@ def open_run(run: Run, saved: Run | None) -> tuple[Run, RunFolder, Backbone]:
         distributed.agree(0, saved is None, 'choice of --resume')
     if saved is not None:
         folder = first(RunFolder.resume, run.run_dir) or RunFolder.read(run.run_dir)
-        config.refuse_changes(run, saved)
+        door.refuse_changes(run, saved)
         worlds.build(run)  # refuses files that changed
         return run, folder, setup.load(run)
     backbone = setup.load(run)  # refuses a bad model before the folder is made

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sesa_jax import command, config
+from sesa_jax import command, config, door
 from sesa_jax.command import from_command_line
 from sesa_jax.config import ConfigError, Run
 
@@ -117,14 +117,14 @@ def test_resume_lays_flags_over_the_saved_config():
     saved = from_command_line(['--seed', '7', '--method', 'ssp', '--run-dir', 'a'])
     run = from_command_line(['--run-dir', 'a', '--resume', '--steps', '50'], saved=saved)
     assert (run.seed, run.method, run.steps) == (7, 'ssp', 50)
-    config.refuse_changes(run, saved)
+    door.refuse_changes(run, saved)
 
 
 def test_resume_refuses_another_seed():
     saved = from_command_line(['--seed', '7', '--run-dir', 'a'])
     run = from_command_line(['--run-dir', 'a', '--resume', '--seed', '8'], saved=saved)
     with pytest.raises(ConfigError, match='seed is 8 here, but 7'):
-        config.refuse_changes(run, saved)
+        door.refuse_changes(run, saved)
 
 
 def test_difference_is_by_dotted_field():

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from sesa_jax import config
+from sesa_jax import config, door
 from sesa_jax.config import ConfigError, Run
 
 
@@ -81,7 +81,7 @@ def _settled(run: Run) -> Run:
     """The run with absolute paths, for it goes on from whatever folder it is resumed in; checked."""
     files = {name: os.path.abspath(os.path.expanduser(path)) for name, path in config.paths(run.world).items() if path}
     run = replace(run, world=replace(run.world, **files))
-    config.check(run)
+    door.check(run)
     return run
 
 

@@ -9,7 +9,7 @@ import runs
 from assets import QA, needs_qa
 
 from experiments import train
-from sesa_jax import config, worlds
+from sesa_jax import config, door, worlds
 from sesa_jax.command import from_command_line
 from sesa_jax.config import ConfigError
 from sesa_jax.run.folder import RunFolder
@@ -136,14 +136,14 @@ def test_a_resumed_run_keeps_its_world_and_refuses_files_that_changed(own, capsy
         pass
     resume = ['--run-dir', str(path / 'run'), '--resume']
     again = from_command_line(resume, saved=run)
-    config.refuse_changes(again, run)
+    door.refuse_changes(again, run)
     assert worlds.build(again).documents == worlds.build(run).documents
 
     other = from_command_line(
         [*resume, '--world', 'lab', '--corpus', '', '--answers', '', '--questions', ''], saved=run
     )
     with pytest.raises(ConfigError, match=r"world\.name is 'lab' here, but 'files'"):
-        config.refuse_changes(other, run)
+        door.refuse_changes(other, run)
 
     with open(path / 'questions', 'a') as file:
         file.write('\n')
