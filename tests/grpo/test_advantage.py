@@ -231,7 +231,7 @@ def test_vmap_over_steps(normalise):
 
 @pytest.mark.parametrize('normalise', ['group', 'reinforce++-baseline'])
 def test_rows_that_lie_on_a_mesh(normalise):
-    """One device here; test_learner_devices.py has eight."""
+    """Of one device: the sharding that GSPMD sees, without the cost of a process with eight."""
     mesh = sharding.make_mesh(1)
     arguments = [x[0] for x in steps()]
     plain = kernel(normalise)(*arguments, np.float32(0.1))
