@@ -9,19 +9,21 @@ from grpo_toy import ALLOWED, toy_arch, toy_params, toy_row
 from sesa_jax import config
 from sesa_jax.grpo.learner import init_state, update
 from sesa_jax.grpo.microbatch import Sample
-from sesa_jax.policy import sharding
+from sesa_jax.policy import lora, sharding
 from sesa_jax.policy.arch import abstract
 
 ARCH = toy_arch()
 OPTIMIZER = config.Optimizer(learning_rate=1e-3, warmup_steps=0)
 
 
-def steps(mesh):
-    """Two steps on 7 rows, so that one device holds a padding row only."""
+def steps(mesh, rank=0):
+    """Two steps on 7 rows, so that one device holds a padding row only; of adapters where they have a rank."""
     params, reference = toy_params(ARCH, seed=0), toy_params(ARCH, seed=1)
     if mesh is not None:
         places = sharding.shardings(abstract(ARCH), sharding.TRAIN, mesh)
         params, reference = jax.device_put(params, places), jax.device_put(reference, places)
+    if rank:
+        params = lora.init(ARCH, config.Lora(rank), [0], mesh or sharding.make_mesh(1))
     state = init_state(params, OPTIMIZER)
     rng = np.random.default_rng(0)
     reports = []
@@ -37,7 +39,15 @@ def steps(mesh):
 
 one, one_reports = steps(None)
 many, many_reports = steps(sharding.make_mesh(8))
-pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
+few, few_reports = steps(None, rank=2)
+spread, spread_reports = steps(sharding.make_mesh(8), rank=2)
+
+
+def largest_difference(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
 embed = many.params['embed'].sharding
 print(
     json.dumps(
@@ -45,7 +55,11 @@ print(
             'devices': len(jax.devices()),
             'one': one_reports,
             'many': many_reports,
-            'largest_parameter_difference': max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+            'largest_parameter_difference': largest_difference(one, many),
+            'one_adapters': few_reports,
+            'many_adapters': spread_reports,
+            'largest_adapter_difference': largest_difference(few, spread),
+            'adapter': str(spread.params.a['up'].sharding.spec),
             'embed': str(embed.spec),
             'moments_lie_like_params': all(
                 jax.tree.leaves(jax.tree.map(lambda p, m: p.sharding == m.sharding, many.params, tree))

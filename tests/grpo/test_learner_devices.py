@@ -20,9 +20,10 @@ def seen():
 
 
 @pytest.mark.devices
-def test_losses_are_equal_to_1e5(seen):
+@pytest.mark.parametrize('of', ['', '_adapters'])
+def test_losses_are_equal_to_1e5(seen, of):
     assert seen['devices'] == 8
-    for one, many in zip(seen['one'], seen['many'], strict=True):
+    for one, many in zip(seen['one' + of], seen['many' + of], strict=True):
         assert many['loss'] == pytest.approx(one['loss'], rel=1e-5)
         assert many['kl'] == pytest.approx(one['kl'], rel=1e-5)
         assert many['grad_norm'] == pytest.approx(one['grad_norm'], rel=1e-4)
@@ -32,5 +33,6 @@ def test_losses_are_equal_to_1e5(seen):
 @pytest.mark.devices
 def test_parameters_follow_each_other_and_stay_where_they_were_put(seen):
     assert seen['largest_parameter_difference'] < 1e-4
-    assert 'data' in seen['embed']
+    assert seen['largest_adapter_difference'] < 1e-4
+    assert 'data' in seen['embed'] and 'data' in seen['adapter']
     assert seen['moments_lie_like_params']
