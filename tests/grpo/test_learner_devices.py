@@ -1,48 +1,48 @@
 """The learner's step on eight fake devices, in a process of its own, against one device."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from devices import fake_devices
 from grpo_toy import ARCH, ONE_STEP, distance, gradient, toy_params, toy_samples
 
+from sesa_jax.config import Lora
 from sesa_jax.grpo.learner import init_state, update
+from sesa_jax.policy import lora, sharding
 
 SCRIPT = pathlib.Path(__file__).parent / 'grpo_devices.py'
 
 
 @pytest.fixture(scope='module')
 def seen(tmp_path_factory):
-    file = tmp_path_factory.mktemp('devices') / 'gradient.npz'
-    quick = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'  # to compile
-    flags = f'--xla_force_host_platform_device_count=8 {quick}'
-    env = os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
-    done = subprocess.run([sys.executable, SCRIPT, file], env=env, capture_output=True, text=True, check=False)
+    files = [tmp_path_factory.mktemp('devices') / f'{name}.npz' for name in ('gradient', 'adapter_gradient')]
+    done = subprocess.run([sys.executable, SCRIPT, *files], env=fake_devices(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), 'gradient': list(np.load(file).values())}
+    return json.loads(done.stdout.splitlines()[-1]) | {file.stem: list(np.load(file).values()) for file in files}
 
 
 @pytest.mark.devices
-def test_loss_and_gradient_are_equal_to_1e5(seen):
+@pytest.mark.parametrize('of', ['', 'adapter_'])
+def test_loss_and_gradient_are_equal_to_1e5(seen, of):
     assert seen['devices'] == 8
-    one, metrics = update(
-        init_state(toy_params(ARCH, 0), ONE_STEP['optimizer']), toy_params(ARCH, 1), toy_samples(), **ONE_STEP
-    )
+    start = lora.init(ARCH, Lora(2), [0], sharding.make_mesh(1)) if of else toy_params(ARCH, 0)
+    one, metrics = update(init_state(start, ONE_STEP['optimizer']), toy_params(ARCH, 1), toy_samples(), **ONE_STEP)
+    found = seen[of + 'metrics']
     for name in ('loss', 'kl', 'grad_norm', 'entropy'):
-        assert seen['metrics'][name] == pytest.approx(metrics[name], rel=1e-5)
+        assert found[name] == pytest.approx(metrics[name], rel=1e-5)
     assert (metrics['rows'], metrics['optimizer_steps']) == (7, 1)
-    assert [seen['metrics'][name] for name in ('rows', 'tokens')] == [metrics[name] for name in ('rows', 'tokens')]
-    assert distance(seen['gradient'], gradient(one)) < 1e-5
+    assert [found[name] for name in ('rows', 'tokens')] == [metrics[name] for name in ('rows', 'tokens')]
+    assert distance(seen[of + 'gradient'], gradient(one)) < 1e-5
 
 
 @pytest.mark.devices
 def test_parameters_move_and_stay_where_they_were_put(seen):
     assert seen['moved']
-    assert 'data' in seen['embed']
+    assert 'data' in seen['embed'] and 'data' in seen['adapter']
     assert seen['moments_lie_like_params']
 
 

@@ -14,7 +14,7 @@ The rules, exactly:
 * `rloo` (leave-one-out, arXiv 2402.14740): r - mean of the *other* rows of its group, no std.
 * `raw`: the reward itself.
 * A row alone in its group has nothing to be compared with: 0 in `group`, `reinforce++-baseline` and `rloo` (verl gives
-  it the raw reward in the last two); the config refuses them for a role whose groups have one member.
+  it the raw reward in `rloo`); the config refuses them for a role whose groups have one member.
 * Rows that are left out take no part in any mean, std or rate. A group that began with two rows or more and has fewer
   than two left is dropped: its last row is left out too.
 * solve rate p = correct / included. Frontier reward: -penalty at p = 0 and p = 1, else 4p(1 - p) (SESA's and SSP's
