@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import fake_devices
 from rollout_toy import (
     ARCH,
     LENGTHS,
@@ -186,7 +186,7 @@ def test_no_requests_give_no_rows():
 @pytest.mark.devices
 def test_eight_devices_give_the_same_rows():
     """The same tokens and turns at temperature 0 and 1, log-probs to 1e-5, with 11 rows that 8 does not divide."""
-    env = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
+    env = fake_devices(8)
     script = pathlib.Path(__file__).parent / 'rollout_devices.py'
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from devices import fake_devices
 
 ROOT = pathlib.Path(__file__).parent
 
@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent
 @pytest.mark.devices
 def test_a_decode_step_of_qwen3_8b_sends_no_logits_no_cache_and_no_weights():
     """Per device and step: sums of hidden states, the masses of the vocabulary's blocks, and what is smaller still."""
-    env = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
+    env = fake_devices(8)
     script = ROOT / 'decode_collectives.py'
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

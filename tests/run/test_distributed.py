@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from devices import fake_devices
 
 from sesa_jax import config
 from sesa_jax.config import ConfigError
@@ -17,7 +17,6 @@ from sesa_jax.grpo.learner import init_state, update
 from sesa_jax.run import distributed
 
 HERE = pathlib.Path(__file__).parent
-QUICK = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'  # to compile; the sums are the same
 sys.path.insert(0, str(HERE.parent / 'grpo'))
 
 from grpo_toy import ARCH, ONE_STEP, distance, gradient, toy_params, toy_samples  # noqa: E402
@@ -30,10 +29,9 @@ def free_port():
 
 
 def start(script, *arguments, devices):
-    flags = {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {QUICK}', 'JAX_PLATFORMS': 'cpu'}
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *map(str, arguments)],
-        env={**os.environ, **flags},
+        env=fake_devices(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
