@@ -80,7 +80,11 @@ def main():
         params = jax.jit(toy_params, static_argnums=0)(arch)
         one = gradient(params, arch, dtype, None, *batch)
         spread = jax.device_put((params, *batch), (places(arch, rows), *[rows] * len(batch)))
-        step = gradient.lower(spread[0], arch, dtype, rows, *spread[1:]).compile()
+        lowered = gradient.lower(spread[0], arch, dtype, rows, *spread[1:])
+        asked = re.findall(
+            r'stablehlo\.(all_gather|reduce_scatter)"?\(.*?-> tensor<(\w+)>', lowered.as_text(), re.DOTALL
+        )
+        step = lowered.compile()
         many = step(spread[0], *spread[1:])
         seen[name] = {
             'logprobs': largest(np.asarray(one[1]) - np.asarray(many[1])),
@@ -88,6 +92,7 @@ def main():
                 key: [largest(np.asarray(one[0][key]) - np.asarray(many[0][key])), largest(one[0][key])]
                 for key in {'embed', 'final_norm', 'head'} & set(params)
             },
+            'asked': asked,
             'collectives': collectives(step.as_text(), arch.vocab),
         }
     print(json.dumps(seen | {'devices': len(jax.devices())}))

@@ -14,7 +14,7 @@ QWEN3_8B = 2 * 151936 * 4096 + 4096 + 36 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 
 TOKEN = 2 * 36 * 8 * 128 * 2  # bytes of keys and values
 HLO = """
   %a = bf16[36,4096,1024]{2,1,0} all-gather(%x), channel_id=1
-  %b = (f32[8]{0}, f32[2,3]{1,0}) all-reduce(%y, %z), to_apply=%add
+  %b = (f32[8]{0}, /*index=1*/f32[2,3]{1,0}) all-reduce(%y, %z), to_apply=%add
   ROOT %c = f32[4]{0} all-reduce-start(%w)
   %d = f32[4]{0} add(%p, %q)
 """

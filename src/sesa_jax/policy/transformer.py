@@ -200,8 +200,10 @@ def logits_gradient(
     the transpose that JAX makes rounds the first to the weights' dtype and takes the slope into the products as it is."""
     slope = slope.astype(weights.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    to_weights = product('mv,md->vd' if arch.tied else 'md,mv->dv', *((slope, hidden) if arch.tied else (hidden, slope)))
-    to_hidden = product('mv,vd->md' if arch.tied else 'mv,dv->md', slope, weights)
+    if arch.tied:
+        to_weights, to_hidden = product('mv,md->vd', slope, hidden), product('mv,vd->md', slope, weights)
+    else:
+        to_weights, to_hidden = product('md,mv->dv', hidden, slope), product('mv,dv->md', slope, weights)
     return to_weights, to_hidden.astype(hidden.dtype)
 
 

@@ -241,6 +241,7 @@ def census(text: str) -> dict[str, tuple[int, int]]:
     """Collectives of an HLO module: how often each is written, and the bytes of their results on one device."""
     places: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
+    text = re.sub(r'/\*.*?\*/', '', text)  # long tuples have comments between their types
     for result, name in re.findall(rf'= (\(?[^=()]*\)?) ({"|".join(COLLECTIVES)})(?:-start)?\(', text):
         places[name] += 1
         for kind, shape in re.findall(r'([a-z0-9]+)\[([0-9,]*)\]', result):
