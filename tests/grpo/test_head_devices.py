@@ -1,12 +1,12 @@
 """The log-probs' head on eight fake devices, in a process of its own: numbers, and what travels between the devices."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from devices import fake_devices
 
 SCRIPT = pathlib.Path(__file__).parent / 'head_devices.py'
 CASES = {'tied': ([32, 16], [32, 2]), 'untied': ([16, 32], [2, 32])}
@@ -14,8 +14,7 @@ CASES = {'tied': ([32, 16], [32, 2]), 'untied': ([16, 32], [2, 32])}
 
 @pytest.fixture(scope='module')
 def seen():
-    env = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
-    done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, SCRIPT], env=fake_devices(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

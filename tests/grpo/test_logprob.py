@@ -163,8 +163,8 @@ def without_layers(monkeypatch):
 
 
 def test_bfloat16_chunks_add_up_in_float32(monkeypatch):
-    """The error against float32 is that of the products, whatever the number of chunks. Sums in bfloat16 are three times as far off
-    with 64 chunks."""
+    """The error against float32 is that of the products, whatever the number of chunks. Sums in bfloat16 are three times
+    as far off with 64 chunks."""
     without_layers(monkeypatch)
     arch = toy_arch(tied=False)
     params, rng = toy_params(arch), np.random.default_rng(0)
