@@ -75,7 +75,7 @@ def test_a_row_has_the_same_tokens_alone_among_others_and_in_another_order():
         assert tokens(play(group)).items() <= together.items()
 
 
-@pytest.mark.parametrize('chunk', [1, 16])
+@pytest.mark.parametrize('chunk', [1, 3, 4, 16])
 def test_the_length_of_a_chunk_changes_no_token(chunk):
     rows = requests(6, 2)
     assert tokens(play(rows, on=engine(chunk=chunk))) == tokens(play(rows))
