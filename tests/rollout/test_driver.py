@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rollout_toy import ARCH, PLAY, SEARCH, World, always, engine, play, policy, requests, tokens
 
+from sesa_jax.host.client import _SharedFuture
 from sesa_jax.policy import transformer
 from sesa_jax.rollout.engine import Engine
 from sesa_jax.rollout.row import Row, Rules
@@ -195,3 +196,21 @@ def test_what_a_search_raises_is_raised():
 
     with pytest.raises(OSError, match='the wire is cut'):
         play_late(requests(3, 2), broken, engine())
+
+
+def test_what_comes_only_when_asked_for_is_asked_for_by_the_main_thread_in_order():
+    """As the answers do that several processes share: asking for one is a meeting of all of them."""
+    world, asked = World(), []
+
+    def search(queries):
+        def meet():
+            asked.append((threading.current_thread(), queries))
+            return world(queries)
+
+        return _SharedFuture(meet)
+
+    rows, params = requests(6, 2), transformer.unstack(policy(), ARCH)
+    played = engine().rollout(params, rows, search, seed=0, step=0, weights_version=3, bank_version=4)
+    assert tokens(played) == tokens(play(rows))
+    assert {thread for thread, _ in asked} == {threading.main_thread()}
+    assert [queries for _, queries in asked] == world.calls

@@ -43,16 +43,17 @@ class _Batch:
     """The searches of one chunk."""
 
     rows: list[Row]
+    found: concurrent.futures.Future[list[Search]]
     chunk: int  # number of the chunk that produced it
     sent: float
     come: float = 0.0  # when the results came
     read: concurrent.futures.Future[list[tuple[Search, list[int]]]] = field(default_factory=concurrent.futures.Future)
     """The results, each with the ids of its observation."""
 
-    def take(self, found: concurrent.futures.Future[list[Search]], encode: Callable[[Search], list[int]]) -> None:
-        """Fill `read`, with the error where there is one."""
+    def take(self, encode: Callable[[Search], list[int]]) -> None:
+        """Fill `read` from what was found, with the error where there is one."""
         try:
-            self.read.set_result([(result, encode(result)) for result in found.result()])
+            self.read.set_result([(result, encode(result)) for result in self.found.result()])
         except BaseException as error:
             self.read.set_exception(error)
 
@@ -153,14 +154,15 @@ class Driver:
         for row in self.ended:
             row.close_turn()
         if rows := sorted((row for row in self.ended if row.stop is None), key=lambda row: row.number):
-            batch = _Batch(rows, self.chunks, time.monotonic())
+            sent = time.monotonic()
+            batch = _Batch(rows, self.search([row.turns[-1].content for row in rows]), self.chunks, sent)
             self.batches.append(batch)
 
-            def come(found: concurrent.futures.Future[list[Search]]) -> None:
+            def come(_: concurrent.futures.Future[list[Search]]) -> None:
                 batch.come = time.monotonic()
-                self.engine.reader.submit(batch.take, found, self.engine.rules.observation)
+                self.engine.reader.submit(batch.take, self.engine.rules.observation)
 
-            self.search([row.turns[-1].content for row in rows]).add_done_callback(come)
+            batch.found.add_done_callback(come)
         self.closed += self.ended
         self.ended = []
 
@@ -209,6 +211,7 @@ class Driver:
 
     def _take_in(self, batch: _Batch) -> None:
         with self._waiting():
+            batch.found.result()  # what several processes share comes only when this thread asks for it
             found = batch.read.result()
         if len(found) != len(batch.rows):
             raise ValueError(f'search returned {len(found)} results for {len(batch.rows)} queries')
