@@ -3,17 +3,35 @@
 import os
 import pathlib
 
+import pytest
+
 CACHE = pathlib.Path(__file__).resolve().parent.parent / '.cache' / 'jax'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # XLA's doubts about its own cached code
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
-# Compiling is most of what the tests do, and half of it is LLVM making programs fast that run once. `.ci/run` plays its
-# runs, and repeats the exactness tests, without this.
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+
+
+def is_run(path: pathlib.Path) -> bool:
+    """Whether the file plays whole runs, whose programs are called often enough to be worth optimising."""
+    return path.parent == pathlib.Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_compilation(request):
+    """Compiling is most of what other files do, and half of it is LLVM making programs fast that are called once. Where
+    JAX_DISABLE_MOST_OPTIMIZATIONS is set, it holds for all; `.ci/run` so repeats what must be exact."""
+    import jax  # behind the environment above, which it reads
+
+    asked = os.environ.get('JAX_DISABLE_MOST_OPTIMIZATIONS')
+    is_long = is_run(request.path) or request.node.get_closest_marker('optimised') is not None
+    is_quick = not is_long if asked is None else asked == '1'
+    jax.config.update('jax_disable_most_optimizations', is_quick)
+    with pytest.MonkeyPatch.context() as patch:  # for the processes that tests start
+        patch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', str(int(is_quick)))
+        yield
 
 
 def pytest_collection_modifyitems(items):
     """Whole runs first: they take longest, and files that are worked off side by side should end together."""
-    here = pathlib.Path(__file__).resolve().parent
-    items.sort(key=lambda item: item.path.parent != here)
+    items.sort(key=lambda item: not is_run(item.path))

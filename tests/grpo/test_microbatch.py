@@ -48,7 +48,7 @@ def test_padding_rows_do_not_count():
 
 def test_rows_are_a_multiple_of_the_devices_even_over_the_budget():
     got = M.micro_batches(samples([2000] * 9), 1024, ways=8)
-    assert shapes(got) == [(8, 2304), (8, 2304)]
+    assert shapes(got) == [(8, 2176), (8, 2176)]
 
 
 def test_the_order_of_the_rows_means_nothing():
@@ -74,10 +74,10 @@ def test_few_shapes_and_little_padding():
     assert 1 - real / padded < 0.17
 
 
-def test_the_rest_goes_into_quarters():
+def test_a_small_rest_goes_into_a_quarter():
     """Ten rows fill a micro-batch, and three are a quarter of it."""
     assert shapes(M.micro_batches(samples([100] * 13), 1280)) == [(10, 128), (3, 128)]
-    assert shapes(M.micro_batches(samples([100] * 16), 1280)) == [(10, 128), (3, 128), (3, 128)]
+    assert shapes(M.micro_batches(samples([100] * 14), 1280)) == [(10, 128), (10, 128)]
     assert shapes(M.micro_batches(samples([100] * 20), 1280)) == [(10, 128), (10, 128)]
 
 
@@ -89,18 +89,17 @@ def log_normal(count, seed, mean=2500, variation=0.6, longest=M.LENGTHS[-1]):
 
 
 def test_a_step_at_full_size_pads_little_in_few_shapes():
-    """1,280 rows on eight devices of 16,384 tokens each: bounds for any step, and for what five steps compile."""
-    seen = set()
+    """1,280 rows on eight devices of 16,384 tokens each."""
+    wastes, seen = [], set()
     for step in range(5):
         lengths = log_normal(1280, step)
         batches = M.micro_batches(samples(lengths, step), 8 * 16384, ways=8)
-        padded = sum(b.ids.size for b in batches)
-        assert 1 - lengths.sum() / padded <= 0.15
+        wastes.append(1 - lengths.sum() / sum(b.ids.size for b in batches))
         assert len(set(shapes(batches))) <= 13
         assert max(b.ids.size for b in batches) <= 8 * 16384
         seen |= set(shapes(batches))
-    assert len(seen) <= 16
-
+    assert np.mean(wastes) <= 0.15 and max(wastes) <= 0.16
+    assert len(seen) <= 15
 
 def test_one_big_batch_buckets_and_shuffled_buckets_hold_the_same_rows():
     lengths = log_normal(64, 0, mean=300)
