@@ -101,6 +101,7 @@ def test_a_step_at_full_size_pads_little_in_few_shapes():
     assert np.mean(wastes) <= 0.15 and max(wastes) <= 0.16
     assert len(seen) <= 15
 
+
 def test_one_big_batch_buckets_and_shuffled_buckets_hold_the_same_rows():
     lengths = log_normal(64, 0, mean=300)
     rows = samples(lengths)
