@@ -29,7 +29,7 @@ def whole():
 def assert_equal(got, whole):
     assert distance(got[0], whole[0]) < 1e-6
     for name in ('loss', 'policy_loss', 'kl', 'entropy', 'grad_norm', 'sampler_difference', 'sampler_difference_max'):
-        assert got[1][name] == pytest.approx(whole[1][name], rel=2e-6), name
+        assert got[1][name] == pytest.approx(whole[1][name], rel=2e-6, abs=1e-6), name  # terms of size 1 may cancel
     for name in ('tokens', 'rows', 'optimizer_steps', 'clip_fraction'):
         assert got[1][name] == whole[1][name], name
 
