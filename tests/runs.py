@@ -69,9 +69,13 @@ def start(path: pathlib.Path, *flags: str, steps: int = 2, devices: int = 1) -> 
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[int, str]:
-    """(exit code, output)."""
-    output, _ = process.communicate(timeout=seconds)
+def finish(process: subprocess.Popen, seconds: float = 1500) -> tuple[int, str]:
+    """(exit code, output). It may take so long only where nothing is compiled yet and others use the machine, too."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
     return process.returncode, output
 
 
