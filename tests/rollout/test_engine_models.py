@@ -15,8 +15,6 @@ from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.rollout.engine import Engine
 from sesa_jax.rollout.row import Request
 
-pytestmark = pytest.mark.optimised
-
 FAMILIES = {
     'qwen3': {'tied': True, 'rope_theta': 1e6},
     'qwen2': {'family': 'qwen2', 'qkv_bias': True, 'qk_norm': False, 'tied': False, 'rope_theta': 1e6},
