@@ -24,8 +24,7 @@ def quick_compilation(request):
     import jax  # behind the environment above, which it reads
 
     asked = os.environ.get('JAX_DISABLE_MOST_OPTIMIZATIONS')
-    is_long = is_run(request.path) or request.node.get_closest_marker('optimised') is not None
-    is_quick = not is_long if asked is None else asked == '1'
+    is_quick = not is_run(request.path) if asked is None else asked == '1'
     jax.config.update('jax_disable_most_optimizations', is_quick)
     with pytest.MonkeyPatch.context() as patch:  # for the processes that tests start
         patch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', str(int(is_quick)))

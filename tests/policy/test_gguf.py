@@ -19,8 +19,6 @@ from sesa_jax.policy.tokenizer import Tokenizer
 
 gguf = pytest.importorskip('gguf')
 
-pytestmark = pytest.mark.optimised
-
 ALPHABET = sorted(chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)])
 TOKENS = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', *ALPHABET, 'he', 'll', 'hell', '19']
 MERGES = ['h e', 'l l', 'he ll', '1 9']
