@@ -40,34 +40,38 @@ PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'transformers', 'torch', 'trl', 'n
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """Sampling: our engine against a plain sampler of ours and, where torch is installed, transformers' generate."""
+class Flags:
+    """What both benchmarks take."""
 
     model: str = 'smollm2-135m'
     """A backbone's name or a local Hugging Face folder."""
+    pairs: int = 7
+    """Measurements of each contender."""
+    json: str = ''
+    """File for every figure, with the command, versions, flags and the machine."""
+
+
+@dataclass(frozen=True)
+class Rollout(Flags):
+    """Sampling: our engine against a plain sampler of ours and, where torch is installed, transformers' generate."""
+
     prompts: int = 8
     group: int = 5
     """Rollouts of each prompt."""
     prompt_tokens: int = 256
     new_tokens: int = 64
-    pairs: int = 7
-    """Measurements of each contender."""
     turns: bool = True
     """Measure rollouts of several turns too, with a scripted search."""
     latencies: tuple[int, ...] = (0, 50, 200, 1000)
     """Of the scripted search, in milliseconds."""
     growth: bool = True
     """Measure how our time grows with rows, prompt length and turns."""
-    json: str = ''
-    """File for every figure, with the command, versions, flags and the machine."""
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(Flags):
     """One optimizer step on fixed rows: our learner against TRL's GRPO step, where TRL is installed."""
 
-    model: str = 'smollm2-135m'
-    """A backbone's name or a local Hugging Face folder."""
     rows: int = 16
     mean_tokens: float = 500
     """Mean length of a row, prompt included."""
@@ -86,12 +90,8 @@ class Update:
     stock: bool = False
     """Measure also the micro-batches that TRL's trainer makes by itself (`--stock-rows` rows each, padded to the longest)."""
     stock_rows: int = 2
-    pairs: int = 7
-    """Measurements of each contender."""
     counters: bool = True
     """Count FLOPs and memory of our program, which needs no quiet machine."""
-    json: str = ''
-    """File for every figure, with the command, versions, flags and the machine."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Importance = Literal['off', 'token', 'sequence']
 CLIPS = {'ppo': (0.2, 0.285), 'gspo': (3e-4, 4e-4), 'cispo': (1.0, 4.0)}
 """(low, high) of each loss: ratios are clipped to [1 - low, 1 + high]. They are not of one magnitude. ppo: SSP's. gspo: a
 mean over a whole row moves far less than one token's log-ratio (arXiv 2507.18071, section 5.1). cispo: no lower bound, as
-in MiniMax-M1 (arXiv 2506.13585), which tuned the upper one and does not give it; public recipes cap the weight at 5 to 8."""
+in MiniMax-M1 (arXiv 2506.13585), which tuned the upper one and does not give it: 4 is ours."""
 
 
 class Ratio(NamedTuple):
