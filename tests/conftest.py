@@ -1,5 +1,6 @@
 """Shared test set-up: one persistent compilation cache, the CPU as the platform, and quick compilation."""
 
+import gc
 import os
 import pathlib
 
@@ -31,6 +32,23 @@ def quick_compilation(request):
     with pytest.MonkeyPatch.context() as patch:  # for the processes that tests start
         patch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', str(int(is_quick)))
         yield
+
+
+MAPPINGS = pathlib.Path('/proc/self/maps')
+MOST_MAPPINGS = 20_000
+"""Of the 65,530 that Linux lets a process have by default."""
+
+
+@pytest.fixture(scope='module', autouse=True)
+def room_for_programs():
+    """Each compiled program holds memory mappings for as long as JAX keeps it, and XLA aborts the worker that has no more
+    of them; so what is kept is let go between files."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b'\n') > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items):

@@ -55,7 +55,7 @@ def case(tokens, keys, rows=2, seed=0):
             ((rows, tokens, 4, 8), (rows, 2, keys, 8), (rows, 2, keys, 8))]  # fmt: skip
 
 
-@pytest.mark.parametrize('tokens', [1, 64, 65, 1024, 1025, 1500])
+@pytest.mark.parametrize('tokens', [1, 64, 65, 511, 512, 1024, 1025, 1500])
 def test_spans_and_loops_equal_one_product(tokens):
     given = (*case(tokens, tokens), jnp.arange(tokens)[None])
     assert difference(jax.jit(attention.attend)(*given), jax.jit(one_product)(*given)) <= 1e-5
@@ -82,6 +82,19 @@ def test_gradients_through_the_loop_equal_those_of_one_product():
     ]
     for mine, theirs in zip(*slopes, strict=True):
         assert difference(mine, theirs) <= 1e-4 * float(jnp.abs(theirs).max())
+
+
+def test_gradients_of_values_are_summed_over_blocks_and_spans_in_float32():
+    """All queries see the first value alone; the first block's slopes add up to 256, those of the others to 1 each. A sum
+    in bfloat16 would stop at 256."""
+    tokens, block = 1024, attention.QUERY_BLOCK
+    first = jnp.arange(tokens)[None, None, :, None] == 0
+    k = jnp.broadcast_to(jnp.where(first, 10, -10), (1, 1, tokens, 8)).astype(jnp.bfloat16)
+    q, v = jnp.ones((1, tokens, 1, 8), jnp.bfloat16), jnp.ones_like(k)
+    slopes = jnp.where(jnp.arange(tokens) < block, 256 / block, 1 / block)[None, :, None, None]
+    loss = lambda v: (attention.attend(q, k, v, jnp.arange(tokens)[None]) * slopes).sum()  # noqa: E731
+    found = jax.jit(jax.grad(loss))(v)[0, 0, 0].astype(jnp.float32)
+    assert np.abs(found - (256 + tokens // block - 1)).max() <= 1
 
 
 def pieces_of_memory():
@@ -142,7 +155,7 @@ def test_no_program_of_a_long_row_holds_all_scores_or_unrolls_with_its_length():
     rows, tokens = 2, 4096
     arch = architecture(heads=4, kv_heads=2, head_size=16)
     text = lowered(arch, rows, tokens, jnp.float32)
-    assert max(map(math.prod, shapes(text))) <= rows * arch.heads * attention.LONGEST_BLOCK * tokens
+    assert max(map(math.prod, shapes(text))) <= rows * arch.heads * attention.QUERY_BLOCK * tokens
     longer = lowered(arch, rows, 3 * tokens, jnp.float32)
     assert len(longer.splitlines()) <= 1.05 * len(text.splitlines())
 

@@ -70,8 +70,7 @@ def test_blocks_of_queries_equal_one_block(small, monkeypatch, wanted):
     arch, params = small
     ids, lengths = tokens(arch, 1, wanted), jnp.array([wanted])
     blocked = hidden(params, arch, ids, lengths)
-    monkeypatch.setattr(attention, 'QUERY_BLOCK', 128)
-    monkeypatch.setattr(attention, 'LONGEST_BLOCK', 1000)
+    monkeypatch.setattr(attention, 'QUERY_BLOCK', 1000)
     whole = jax.jit(lambda params: transformer.hidden(params, arch, ids, lengths))(params)
     assert difference(blocked, whole) <= 1e-5
 

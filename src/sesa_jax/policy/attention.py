@@ -26,8 +26,8 @@ Rotation = tuple[jax.Array, jax.Array]  # cosine and sine, f32[B, T, 1, H/2]
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 MASKED = -1e30  # finite, so that a row without any visible slot gives no NaN
 NOWHERE = np.int32(2**30)  # the position of a key that no query may see
-QUERY_BLOCK, MOST_SPANS = 64, 8  # the least number of queries in a span, and the most spans of a row
-LONGEST_BLOCK = 128  # queries whose scores exist at once; a longer span is a loop over blocks of this size
+QUERY_BLOCK = 64  # queries whose scores exist at once
+SPAN, MOST_SPANS = 256, 4  # the least number of queries in a span, and the most spans of a row
 
 
 # --- rotary positions -------------------------------------------------------------------------------------------------
@@ -95,7 +95,8 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, tokens: int) -> jax.
 
 
 def _block(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-    """Some queries [B, T, N, H] with all of their scores; softmax in float32."""
+    """Some queries [B, T, N, H] with all of their scores; products in their dtype, softmax in float32."""
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
     visible = key_positions[:, None, :] <= positions[..., None]
     weights = jax.nn.softmax(_scores(_grouped(q, k.shape[1]), k, visible, q.shape[1]), axis=-1).astype(v.dtype)
     return _ungrouped(jnp.einsum('bkqs,bksh->bkqh', weights, v), q.shape[1])
@@ -107,39 +108,41 @@ def attend(
     """q [B, T, N, H] over k, v [B, K, S, H] -> [B, T, N, H]. Each query, at position i32[B or 1, T], sees the keys up
     to its position; theirs are key_positions i32[B or 1, S], where NOWHERE hides a key.
 
-    Without key_positions, queries and keys are the same tokens from position 0 on, and a span of queries needs no key
-    behind its last one. Works through the queries in up to eight spans, which keeps the scores in the processor's cache
-    and their memory small: at B = 16 and T = 256 (N 4, K 2, H 32) they take attention from 28 to 9 ms of processor
-    time, its gradient from 72 to 45. A span of more than 128 queries (T > 1,024) is a loop over blocks that the
-    backward pass computes again.
+    Works through the queries in a loop over small blocks whose scores the backward pass computes again: they stay in the
+    processor's cache, and a program of any length is short. (Unrolled, the learner's program ran no faster and
+    took twice the time to compile.) Without key_positions, queries and keys are the same tokens from position 0 on; a row
+    from 512 tokens on is then cut into up to four spans, since a span needs no key behind its last query.
     """
     tokens = q.shape[1]
-    size = max(QUERY_BLOCK, -(-tokens // MOST_SPANS))
-    if size > LONGEST_BLOCK:
-        size = -(-size // LONGEST_BLOCK) * LONGEST_BLOCK
+    spans = min(max(tokens // SPAN, 1), MOST_SPANS) if key_positions is None else 1
+    size = -(-tokens // spans)
+    if key_positions is None:  # so that their gradients are summed over spans and blocks in float32
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     outputs = []
     for begin in range(0, tokens, size):
         end = min(begin + size, tokens)
         seen = end if key_positions is None else k.shape[2]
         where = jnp.arange(seen)[None] if key_positions is None else key_positions
-        span = _block if size <= LONGEST_BLOCK else _looped
-        outputs.append(span(q[:, begin:end], k[:, :, :seen], v[:, :, :seen], positions[:, begin:end], where))
+        outputs.append(_span(q[:, begin:end], k[:, :, :seen], v[:, :, :seen], positions[:, begin:end], where))
     return jnp.concatenate(outputs, axis=1)
 
 
-def _looped(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-    """`_block`, LONGEST_BLOCK queries at a time."""
+def _span(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+    """`_block`, at most QUERY_BLOCK queries at a time."""
     rows, tokens = q.shape[:2]
-    blocks = -(-tokens // LONGEST_BLOCK)
+    blocks = -(-tokens // QUERY_BLOCK)
+    if blocks == 1:
+        return _block(q, k, v, positions, key_positions)
+    size = -(-tokens // blocks)
 
     def split(x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [blocks, B, LONGEST_BLOCK, ...], filled up with zeros."""
-        x = jnp.pad(x, [(0, 0), (0, blocks * LONGEST_BLOCK - tokens)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], blocks, LONGEST_BLOCK, *x.shape[2:]), 1, 0)
+        """[B, T, ...] -> [blocks, B, size, ...], filled up with zeros."""
+        x = jnp.pad(x, [(0, 0), (0, blocks * size - tokens)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
 
     again = jax.checkpoint(_block, prevent_cse=False)  # the loop itself keeps the recomputation apart
     out = jax.lax.map(lambda piece: again(piece[0], k, v, piece[1], key_positions), (split(q), split(positions)))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * LONGEST_BLOCK, *out.shape[3:])[:, :tokens]
+    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * size, *out.shape[3:])[:, :tokens]
 
 
 def step(q: jax.Array, pieces: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
