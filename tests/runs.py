@@ -25,6 +25,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SMALL = (
     '--problems', '8', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
     '--validate-every', '100', '--grpo.mini-batch', '8', '--rollout.no-ahead',
+    '--rollout.rows', '24', '--rollout.single', '8',
     '--grpo.micro-batch-tokens', '256',  # a row each, nearly always: a program for each length, and no more
 )  # fmt: skip
 

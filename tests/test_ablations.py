@@ -13,13 +13,14 @@ from sesa_jax.selfplay import checks
 from sesa_jax.skills import priming
 
 CANARY = 'kolzax mirvuth'
+KEEP = ('--keep-checkpoints', '9')
 OFTEN = ('--bank.every', '2', '--bank.at-least', '1', '--bank.at-most', '30')
 
 
 @pytest.fixture(scope='module')
 def default(tmp_path_factory):
     """Five steps of sesa with consolidations every second step."""
-    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, steps=5)
+    return runs.play(tmp_path_factory.mktemp('default') / 'run', *OFTEN, *KEEP, steps=5)
 
 
 def frontier_reward(solve_rate, penalty=0.1):
@@ -37,9 +38,9 @@ def rewards_of(played, step, pay):
 
 
 @pytest.mark.parametrize('method', ['sesa', 'ssp', 'skillrl', 'search-r1'])
-def test_each_method_plays(method, tmp_path):
-    played = runs.play(tmp_path / 'run', '--method', method)
-    assert [row['step'] for row in played.metrics] == [1, 2]
+def test_each_method_plays(method, default, tmp_path):
+    played = default if method == 'sesa' else runs.play(tmp_path / 'run', '--method', method)
+    assert [row['step'] for row in played.metrics] == [1, 2, 3, 4, 5][: len(played.metrics)]
     has_challenger, has_memory = method in ('sesa', 'ssp'), method in ('sesa', 'skillrl')
     assert bool(played.trajectories(1, 'challenger')) == has_challenger
     assert (played.metrics[0]['challenger'] is not None) == has_challenger
@@ -85,7 +86,7 @@ def test_no_failure_distillation_queues_and_distils_nothing(default, tmp_path):
 
 
 def test_no_memory_priming_starts_with_an_empty_bank(tmp_path):
-    played = runs.play(tmp_path / 'run', '--no-memory-priming')
+    played = runs.play(tmp_path / 'run', '--no-memory-priming', steps=1)
     assert played.metrics[0]['bank']['active'] == 0
     assert not any(t.card_ids for t in played.trajectories(1, 'solver'))
 
@@ -121,14 +122,13 @@ def parameters(played, step, role):
     return {name: digest for name, digest in leaves.items() if name.startswith(f'{role}/')}
 
 
-def test_freeze_challenger_leaves_its_state_bitwise_alone(tmp_path):
-    keep = ('--keep-checkpoints', '9')
-    for flags, is_frozen in ((('--freeze-challenger',), True), ((), False)):
-        played = runs.play(tmp_path / ('frozen' if is_frozen else 'free'), *keep, *flags, steps=3)
-        before, after = (parameters(played, step, 'challenger') for step in (0, 3))
+def test_freeze_challenger_leaves_its_state_bitwise_alone(default, tmp_path):
+    frozen = runs.play(tmp_path / 'run', *KEEP, '--freeze-challenger')
+    for played, is_frozen in ((frozen, True), (default, False)):
+        before, after = (parameters(played, step, 'challenger') for step in (0, 2))
         assert (before == after) == is_frozen
-        assert played.trajectories(3, 'challenger')
-        assert parameters(played, 0, 'solver') != parameters(played, 3, 'solver')
+        assert played.trajectories(2, 'challenger')
+        assert parameters(played, 0, 'solver') != parameters(played, 2, 'solver')
 
 
 def test_freeze_bank_lets_nothing_in_or_out_but_counts(tmp_path):
@@ -161,7 +161,7 @@ def test_no_card_reaches_a_challenger(tmp_path, monkeypatch):
 
 def test_challenger_sees_skills_is_the_leak(tmp_path, monkeypatch):
     canaries(monkeypatch)
-    played = runs.play(tmp_path / 'run', '--challenger-sees-skills')
+    played = runs.play(tmp_path / 'run', '--challenger-sees-skills', steps=1)
     assert all(CANARY in prompt for prompt in prompts(played, 1, 'challenger'))
 
 

@@ -14,16 +14,17 @@ import runs
 from experiments import train
 from sesa_jax.run import checkpoint
 
-EIGHT = ('--bank.every', '3', '--bank.at-least', '1', '--keep-checkpoints', '3')
+STEPS = int(os.environ.get('SESA_TEST_STEPS', '5'))
 KILLS = int(os.environ.get('SESA_TEST_KILLS', '3'))
-"""Kills in the kill test; ten for the figures in docs/first-run.md."""
+"""Of the run that is killed; eight steps and ten kills for the figures in docs/first-run.md."""
+LONG = ('--bank.every', '3', '--bank.at-least', '1', '--keep-checkpoints', '3')
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-    """An eight-step run that nothing disturbed."""
+    """A run that nothing disturbed, with a consolidation of step 3."""
     path = tmp_path_factory.mktemp('whole') / 'run'
-    code, output = runs.finish(runs.start(path, *EIGHT, steps=8))
+    code, output = runs.finish(runs.start(path, *LONG, steps=STEPS))
     assert code == 0, output
     return runs.Played(path)
 
@@ -58,14 +59,14 @@ def test_killed_anywhere_and_resumed_a_run_ends_with_the_same_bits(whole, tmp_pa
     path = tmp_path / 'run'
     rng = random.Random(os.environ.get('SESA_TEST_SEED', 'kill'))
     begin = time.monotonic()
-    process = runs.start(path, *EIGHT, steps=8)
+    process = runs.start(path, *LONG, steps=STEPS)
     for _ in range(KILLS):
         time.sleep(rng.uniform(1, 25))
         if process.poll() is not None:
             break
         runs.kill(process)
         has_config = (path / 'config.json').exists()
-        process = runs.start(path, *EIGHT, *(['--resume'] if has_config else []), steps=8)
+        process = runs.start(path, *LONG, *(['--resume'] if has_config else []), steps=STEPS)
     code, output = runs.finish(process)
     assert code == 0, output
     assert_same_bits(runs.Played(path), whole)
@@ -76,7 +77,7 @@ def test_killed_anywhere_and_resumed_a_run_ends_with_the_same_bits(whole, tmp_pa
 def test_states_in_host_memory_give_the_same_bits(whole, tmp_path):
     """Offloaded between uses, stopped and resumed."""
     path = tmp_path / 'run'
-    for steps, flags in ((1, (*EIGHT, '--offload')), (2, ('--resume',))):
+    for steps, flags in ((1, (*LONG, '--offload')), (2, ('--resume',))):
         code, output = runs.finish(runs.start(path, *flags, steps=steps))
         assert code == 0, output
     offloaded = runs.Played(path)
@@ -87,8 +88,8 @@ def test_states_in_host_memory_give_the_same_bits(whole, tmp_path):
 
 def test_resume_with_more_steps_equals_one_long_run(whole, tmp_path):
     path = tmp_path / 'run'
-    for steps, resume in ((3, ()), (8, ('--resume',))):
-        code, output = runs.finish(runs.start(path, *EIGHT, *resume, steps=steps))
+    for steps, resume in ((STEPS // 2, ()), (STEPS, ('--resume',))):
+        code, output = runs.finish(runs.start(path, *LONG, *resume, steps=steps))
         assert code == 0, output
     assert_same_bits(runs.Played(path), whole)
 
@@ -101,26 +102,24 @@ def flip(file, place):
 
 def test_a_flipped_bit_in_a_checkpoint_is_refused_and_the_step_before_is_used(whole, tmp_path):
     path = shutil.copytree(whole.folder.path, tmp_path / 'run')
-    place = checkpoint.directory(runs.Played(path).folder.checkpoints, 8)
+    place = checkpoint.directory(runs.Played(path).folder.checkpoints, STEPS)
     largest = max((f for f in place.rglob('*') if f.is_file()), key=lambda f: f.stat().st_size)
     flip(largest, largest.stat().st_size // 2)
-    code, output = runs.finish(runs.start(path, *EIGHT, '--resume', steps=8))
+    code, output = runs.finish(runs.start(path, *LONG, '--resume', steps=STEPS))
     assert code == 0, output
-    assert 'step 8 cannot be used and is dropped' in output
+    assert f'step {STEPS} cannot be used and is dropped' in output
     assert 'is damaged' in output
-    assert 'going on behind step 7' in output
+    assert f'going on behind step {STEPS - 1}' in output
     assert_same_bits(runs.Played(path), whole)
 
 
-def test_a_corrupt_bank_is_refused_with_its_path(tmp_path):
-    path = tmp_path / 'run'
-    code, output = runs.finish(runs.start(path))
-    assert code == 0, output
+def test_a_corrupt_bank_is_refused_with_its_path(whole, tmp_path):
+    path = shutil.copytree(whole.folder.path, tmp_path / 'run')
     bank = path / 'bank.db'
     for extra in path.glob('bank.db-*'):
         extra.unlink()
     bank.write_bytes(b'no bank' * 1000)
-    code, output = runs.finish(runs.start(path, '--resume', steps=3))
+    code, output = runs.finish(runs.start(path, '--resume', steps=STEPS + 1))
     assert code == 2
     assert 'error:' in output
     assert 'bank.db' in output
@@ -144,10 +143,10 @@ def test_a_signal_ends_the_run_at_a_boundary(number, expected, tmp_path):
     assert left_behind(path) == []
 
 
-def test_evaluation_changes_nothing_in_the_bank(tmp_path):
+def test_evaluation_changes_nothing_in_the_bank(whole, tmp_path):
     from experiments import evaluate
 
-    played = runs.play(tmp_path / 'run', steps=1)
+    played = runs.Played(shutil.copytree(whole.folder.path, tmp_path / 'run'))
     with played.bank() as bank:
         before = bank.dump()
     result = evaluate.evaluate(played.folder.path, per_cell=2)
@@ -158,23 +157,17 @@ def test_evaluation_changes_nothing_in_the_bank(tmp_path):
 
 @pytest.mark.devices
 @pytest.mark.slow
-def test_eight_devices_give_the_same_tokens_and_losses(tmp_path):
-    flags = ('--seed', '106', '--solver.rollouts', '5')  # some groups of its first step are at the frontier
-    played = []
-    for devices in (1, 8):
-        path = tmp_path / f'on{devices}'
-        code, output = runs.finish(runs.start(path, *flags, steps=1, devices=devices))
-        assert code == 0, output
-        played.append(runs.Played(path))
-    one, eight = played
-    losses = []
+def test_eight_devices_give_the_same_tokens_and_losses(whole, tmp_path):
+    path = tmp_path / 'run'
+    code, output = runs.finish(runs.start(path, *LONG, steps=1, devices=8))
+    assert code == 0, output
+    eight, losses = runs.Played(path), []
     for role in ('challenger', 'solver'):
-        ours, theirs = one.trajectories(1, role), eight.trajectories(1, role)
+        ours, theirs = whole.trajectories(1, role), eight.trajectories(1, role)
         assert [t.ids.tolist() for t in ours] == [t.ids.tolist() for t in theirs]
-        updates = [run.metrics[0]['update'][role] for run in played]
-        assert [u['optimizer_steps'] for u in updates] in ([0, 0], [1, 1])
-        losses += [[u['loss'], u['policy_loss']] for u in updates if 'loss' in u]
-    assert losses, 'nothing was learned in the step, so nothing was compared'
+        updates = [run.metrics[0]['update'][role] for run in (whole, eight)]
+        assert [u['optimizer_steps'] for u in updates] == [1, 1]
+        losses += [[u['loss'], u['policy_loss']] for u in updates]
     np.testing.assert_allclose(losses[::2], losses[1::2], rtol=1e-5, atol=1e-7)
 
 

@@ -14,7 +14,8 @@ from sesa_jax import config
 from sesa_jax.grpo import learner, loss
 from sesa_jax.grpo.learner import TrainState, init_state, update
 from sesa_jax.grpo.microbatch import Sample
-from sesa_jax.policy import transformer
+from sesa_jax.policy import sharding, transformer
+from sesa_jax.policy.arch import abstract
 from sesa_jax.run import checkpoint
 
 ARCH = toy_arch()
@@ -388,12 +389,20 @@ def test_greedy_rows_are_refused(state, reference, temperature):
         step(state, reference, batch(), temperature=temperature)
 
 
-def test_shapes_are_compiled_once_for_both_roles(state, reference):
-    step(state, reference, batch())
-    before = learner._accumulate._cache_size()
-    for seed, temperature in ((1, 0.7), (2, 1.0), (3, 1.3)):
-        state, _ = step(state, reference, batch(seed), temperature=temperature)
-    assert learner._accumulate._cache_size() == before
+@pytest.mark.parametrize('has_mesh', [False, True])
+def test_shapes_are_compiled_once_for_both_roles_and_all_steps(has_mesh):
+    """Also on a mesh of one device, where every way to lie is the same and only its spelling differs."""
+    mesh = sharding.make_mesh(1) if has_mesh else None
+    place = sharding.shardings(abstract(ARCH), sharding.TRAIN, mesh) if mesh else None
+    one, two, reference = (jax.device_put(toy_params(ARCH, seed), place) for seed in range(3))
+    states = {'one': init_state(one, OPTIMIZER), 'two': init_state(two, OPTIMIZER)}
+    sizes = []
+    for seed, temperature in ((0, 0.7), (1, 1.0), (2, 1.3)):
+        for role, state in states.items():
+            states[role], metrics = step(state, reference, batch(seed), temperature=temperature, mesh=mesh)
+            assert metrics['optimizer_steps'] == 1
+            sizes.append([f._cache_size() for f in (learner._accumulate, learner._apply)])
+    assert sizes == sizes[:1] * 6
 
 
 @pytest.mark.parametrize(

@@ -25,25 +25,29 @@ def spec(shape, axes):
     return Spec(shape, axes, 'normal', 0.1, 'x', False)
 
 
-def partition(tensor, rules=sharding.TRAIN, data=8):
-    return sharding._partition(('layers', 'up'), tensor, rules, mesh_of(data))
+def partition(tensor, rules=sharding.TRAIN, data=8, model=1):
+    return sharding._partition(('layers', 'up'), tensor, rules, mesh_of(data, model))
 
 
 def test_training_splits_the_width_over_the_data_axis(make_arch):
     tree = abstract(make_arch(width=64, tied=False))
     parts = {name: partition(tree['layers'][name]) for name in ('query', 'output', 'down', 'mlp_norm')}
     assert parts == {
-        'query': PartitionSpec(None, 'data', None),
+        'query': PartitionSpec(None, 'data'),
         'output': PartitionSpec(None, None, 'data'),
         'down': PartitionSpec(None, None, 'data'),
-        'mlp_norm': PartitionSpec(None, None),
+        'mlp_norm': PartitionSpec(),
     }
     assert partition(tree['embed']) == PartitionSpec(None, 'data')
-    assert partition(tree['head']) == PartitionSpec('data', None)
+    assert partition(tree['head']) == PartitionSpec('data')
 
 
 def test_a_rule_may_keep_what_does_not_divide(make_arch):
-    assert partition(spec((30, 4), ('width', 'hidden'))) == PartitionSpec(None, None)
+    assert partition(spec((30, 4), ('width', 'hidden'))) == PartitionSpec()
+
+
+def test_a_mesh_axis_of_one_device_is_not_named():
+    assert partition(spec((64, 4), ('width', 'hidden')), data=1) == PartitionSpec()
 
 
 def test_without_such_a_rule_it_is_refused_with_the_sizes():
@@ -86,12 +90,12 @@ def test_decoding_splits_heads_hidden_and_vocabulary_over_the_model_axis(make_ar
     assert parts == {
         'query': PartitionSpec(None, None, 'model'),
         'value': PartitionSpec(None, None, 'model'),
-        'output': PartitionSpec(None, 'model', None),
+        'output': PartitionSpec(None, 'model'),
         'up': PartitionSpec(None, None, 'model'),
-        'down': PartitionSpec(None, 'model', None),
-        'mlp_norm': PartitionSpec(None, None),
+        'down': PartitionSpec(None, 'model'),
+        'mlp_norm': PartitionSpec(),
     }
-    assert partition(tree['head'], sharding.DECODE, 4) == PartitionSpec(None, 'model')
+    assert partition(tree['head'], sharding.DECODE, 4, 2) == PartitionSpec(None, 'model')
 
 
 def test_tensor_parallelism_takes_what_heads_and_devices_allow(make_arch, monkeypatch):

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from sesa_jax import config
 from sesa_jax.grpo import loss
@@ -55,7 +55,8 @@ def init_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
     The parameters are copied: `update` may give a state's buffers away, and the caller's tree (often the frozen
     reference) must survive that. The moments of a sharded parameter are sharded like it.
     """
-    params = jax.tree.map(lambda x: _settled(jnp.array(x, jnp.float32, copy=True)), params)
+    # Committed to where they lie: otherwise the second step would meet other types, and compile its programs again.
+    params = jax.tree.map(lambda x: jax.device_put(jnp.array(x, jnp.float32, copy=True), x.sharding), params)
     transform = _adamw(optimizer)
     moments = optax.tree_map_params(
         transform, lambda moment, param: jax.device_put(moment, param.sharding), transform.init(params), params
@@ -64,20 +65,6 @@ def init_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:
     scalar = sharding.replicated(anywhere.mesh) if isinstance(anywhere, NamedSharding) else anywhere
     moments = jax.tree.map(lambda x: x if x.ndim else sharding.placed(np.asarray(x), scalar), moments)
     return TrainState(params, moments, sharding.placed(np.int32(0), scalar))
-
-
-def _settled(x: jax.Array) -> jax.Array:
-    """x where it lies, but committed and with the sharding so named as in a program's result (no None at the end of its
-    spec). Otherwise the second step would meet other types than the first, and compile its programs again."""
-    place = x.sharding
-    if not isinstance(place, NamedSharding):
-        return jax.device_put(x, place)
-    spec = list(place.spec)
-    while spec and spec[-1] is None:
-        spec.pop()
-    place = NamedSharding(place.mesh, PartitionSpec(*spec), memory_kind=place.memory_kind)
-    parts = [part.data for part in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, place, parts)
 
 
 def abstract_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainState:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,7 +118,16 @@ def _partition(path: Path, spec: Spec, rules: Rules, mesh: Mesh) -> PartitionSpe
         if rule.mesh_axis in used:
             raise ModelError(f'{name}: two of its axes {spec.axes} would be split over mesh axis {rule.mesh_axis!r}')
         used.append(rule.mesh_axis)
-    return PartitionSpec(*used)
+    return _shortest(used, mesh)
+
+
+def _shortest(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
+    """The spec without mesh axes of one device and without None at its end. JAX gives a program's result the spec of any
+    argument that lies alike, so of several spellings another one may come back, and with it a second compilation."""
+    kept = [axis if axis is not None and mesh.shape[axis] > 1 else None for axis in axes]
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
 
 
 def unstacked(tree: dict[str, Any], layers: int) -> dict[str, Any]:
