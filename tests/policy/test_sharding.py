@@ -82,7 +82,7 @@ def test_every_parameter_has_a_sharding_in_both_layouts(make_arch):
 
 
 def test_decoding_splits_heads_hidden_and_vocabulary_over_the_model_axis(make_arch):
-    tree = abstract(make_arch(tied=False))
+    tree = abstract(make_arch(vocab=64, tied=False))
     parts = {
         name: sharding._partition(('layers', name), tree['layers'][name], sharding.DECODE, mesh_of(4, 2))
         for name in ('query', 'value', 'output', 'up', 'down', 'mlp_norm')
