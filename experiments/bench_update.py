@@ -342,7 +342,7 @@ def ours(setup: dict[str, Any], rows: Sequence[Row], _: str) -> tuple[Callable[[
         nonlocal state
         state, metrics = learner.update(
             state, reference, batch, arch=arch, grpo=grpo, optimizer=optimizer, temperature=1.0, allowed=arch.vocab,
-            response_length=1024, mesh=mesh, remat=learner.remat_policy(grpo.remat, arch),
+            response_length=1024, mesh=mesh,
         )  # fmt: skip
         jax.block_until_ready(state)
         return {name: metrics[name] for name in ('loss', 'grad_norm', 'micro_batches', 'padding_waste')}

@@ -118,7 +118,6 @@ def prepare_text(
         state, found = learner.update(
             state, {}, rows, arch=backbone.arch, grpo=grpo, optimizer=optimizer, temperature=1.0,
             allowed=tokenizer.vocab_size, response_length=recipe.tokens, mesh=backbone.mesh, dtype=backbone.dtype,
-            remat=backbone.mesh.devices.flat[0].platform == 'gpu',
         )  # fmt: skip
         if found['skipped_steps']:
             raise ConfigError(f'the loss is not finite; lower --learning-rate {recipe.learning_rate}')

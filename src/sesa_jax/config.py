@@ -59,9 +59,8 @@ class Grpo:
     """Of each token, or the product over a row. auto: token with bfloat16 compute, off with float32."""
     mini_batch: int = 128
     """Problems per optimizer step of the solver."""
-    remat: Literal['auto', 'none', 'nothing', 'projections'] = 'auto'
-    """What the backward pass keeps of a layer and need not compute again; none: no remat; auto: nothing, for models of
-    50 million parameters and more."""
+    remat: Literal['none', 'nothing', 'projections'] = 'nothing'
+    """What the backward pass keeps of a layer and need not compute again; none: no remat, which keeps everything."""
     micro_batch_tokens: int = 16384
     """Padded tokens per forward and backward pass, over all devices."""
 

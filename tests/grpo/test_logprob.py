@@ -130,7 +130,7 @@ def plain_gradient(params, arch, ids, is_action, weight, with_entropy):
 
 @pytest.mark.parametrize(
     ('chunk', 'tied', 'entropy', 'remat'),
-    [(7, True, 'value', False), (1024, True, 'gradient', True), (3, False, 'gradient', 'projections')],
+    [(7, True, 'value', 'none'), (1024, True, 'gradient', 'nothing'), (3, False, 'gradient', 'projections')],
 )
 def test_gradients_equal_those_of_the_whole_head(chunk, tied, entropy, remat):
     arch = toy_arch(tied=tied)

@@ -145,7 +145,7 @@ def lowered(arch, rows, tokens, dtype, platform='cpu'):
     ids, lengths = jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
 
     def loss(params, ids, lengths):
-        return jnp.square(transformer.hidden(params, arch, ids, lengths, remat=True, dtype=dtype)).mean()
+        return jnp.square(transformer.hidden(params, arch, ids, lengths, remat='nothing', dtype=dtype)).mean()
 
     step = jax.jit(jax.value_and_grad(loss))
     return step.trace(params, ids, lengths).lower(lowering_platforms=(platform,)).as_text()

@@ -64,7 +64,7 @@ def test_what_is_drawn(make_arch):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(one))
 
 
-@pytest.mark.parametrize('remat', [False, True, 'projections'])
+@pytest.mark.parametrize('remat', ['none', 'nothing', 'projections'])
 def test_adapters_compute_what_merged_weights_do(model, remat):
     arch, base = model
     ids, adapters = tokens(arch, 3, 12), trained(arch, size=0.1)

@@ -30,12 +30,11 @@ from sesa_jax.grpo import loss
 from sesa_jax.grpo.logprob import token_logprobs
 from sesa_jax.grpo.microbatch import MicroBatch, Sample, by_problem, check, micro_batches
 from sesa_jax.policy import lora, sharding
-from sesa_jax.policy.arch import Architecture, parameter_count
+from sesa_jax.policy.arch import Architecture
 from sesa_jax.policy.transformer import Params
 from sesa_jax.run import distributed
 
 log = logging.getLogger(__name__)
-REMAT_FROM = 50_000_000  # parameters; below, the memory is not worth a third more work
 Sums = dict[str, loss.Ratio]
 
 
@@ -85,13 +84,6 @@ def abstract_state(params: lora.Policy, optimizer: config.Optimizer) -> TrainSta
     return TrainState(params, moments, struct(jnp.int32(0), scalar))
 
 
-def remat_policy(remat: str, arch: Architecture) -> str | bool:
-    """The `remat` of `transformer.hidden` for a value of `Grpo.remat`."""
-    if remat == 'auto':
-        remat = 'nothing' if parameter_count(arch) >= REMAT_FROM else 'none'
-    return False if remat == 'none' else remat
-
-
 def learning_rate(step: jax.Array | int, optimizer: config.Optimizer) -> jax.Array:
     """Rate of the optimizer step after `step` steps: linear over the first warmup_steps, whose last has the full rate."""
     warmup = jnp.minimum(1.0, (jnp.float32(step) + 1) / max(optimizer.warmup_steps, 1))
@@ -112,7 +104,6 @@ def update(
     mini_batch: int | None = None,
     mesh: Mesh | None = None,
     dtype: Any = jnp.float32,
-    remat: str | bool = False,
     donate: bool = True,
 ) -> tuple[TrainState, dict[str, float]]:
     """One step of GRPO on one role's rows.
@@ -130,7 +121,7 @@ def update(
       response_length: tokens of the response budget, the divisor of `constant` aggregation.
       mini_batch: problems per optimizer step; None takes one step over all rows.
       mesh: rows are split over its 'data' axis; `state` and `reference` lie where the caller put them.
-      dtype, remat: of the forward pass.
+      dtype: of the forward pass.
 
     Returns:
       The new state and metrics as Python floats. Always: rows, tokens (action tokens that take part), optimizer_steps,
@@ -161,7 +152,7 @@ def update(
     if mesh is not None and mesh.is_multi_process:  # a process with fewer passes would leave the others waiting for it
         distributed.agree(0, [[micro.digest for micro in plan] for plan in plans], 'batch')
 
-    shared = _Shared(arch, allowed, jnp.dtype(dtype).name, remat, mesh)
+    shared = _Shared(arch, allowed, jnp.dtype(dtype).name, grpo.remat, mesh)
     options = _Options.of(grpo, response_length, dtype)
     temperature = jnp.float32(temperature)
     base = reference if isinstance(state.params, lora.Adapters) else None
@@ -211,7 +202,7 @@ def lowered(
     """The programs of an update of (rows, tokens) for abstract arguments: name -> (lowers it, its array arguments)."""
     state = abstract_state(params, optimizer)
     layout = _Layout.of(state)
-    shared = _Shared(arch, arch.vocab, jnp.dtype(dtype).name, remat_policy(grpo.remat, arch), mesh)
+    shared = _Shared(arch, arch.vocab, jnp.dtype(dtype).name, grpo.remat, mesh)
     options = _Options.of(grpo, response_length, dtype)
     rows, whole = sharding.rows(mesh), sharding.replicated(mesh)
     kinds = {
@@ -242,7 +233,7 @@ class _Shared:
     arch: Architecture
     allowed: int
     dtype: str
-    remat: str | bool
+    remat: str
     mesh: Mesh | None
 
     def logprobs(

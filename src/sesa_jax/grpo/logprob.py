@@ -40,7 +40,7 @@ def token_logprobs(
     entropy: Entropy = 'none',
     rows: NamedSharding | None = None,
     chunk: int = HEAD_CHUNK,
-    remat: str | bool = False,
+    remat: str = 'none',
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy of each action token, given all tokens before it in its row.
@@ -56,7 +56,7 @@ def token_logprobs(
       rows: sharding of the rows on a mesh; every device then computes the head of its own rows. `params` lie there as
         `sharding.TRAIN` says.
       chunk: tokens of the head per device at a time.
-      remat: whether, and by which policy, layers are recomputed in the backward pass (`transformer.hidden`).
+      remat: what of a layer is not recomputed in the backward pass (`transformer.hidden`).
       dtype: of the arithmetic; the softmax is float32 in any case, and so are the sums of gradients over chunks and
         devices.
 

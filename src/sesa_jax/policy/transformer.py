@@ -35,10 +35,11 @@ from sesa_jax.policy.arch import Architecture, Spec, abstract, is_spec, layer_sp
 
 Params = dict[str, Any]
 REMAT = {
+    'none': jax.checkpoint_policies.everything_saveable,
     'nothing': jax.checkpoint_policies.nothing_saveable,
     'projections': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-"""What the backward pass finds of a layer: nothing, or the outputs of its seven matrices."""
+"""What the backward pass finds of a layer: all of it (no remat), nothing, or the outputs of its seven matrices."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
@@ -107,7 +108,8 @@ class Layer(nn.Module):
         }
 
         def dense(y: jax.Array, name: str) -> jax.Array:
-            out = y @ w[name]
+            # As matrices: of three axes XLA would transpose the gradient of the output for that of the weights, slowly.
+            out = (y.reshape(-1, y.shape[-1]) @ w[name]).reshape(*y.shape[:-1], -1)
             if self.has_variable('params', f'{name}_a'):  # an adapter stands beside it (lora.py)
                 a, b = (self.get_variable('params', f'{name}_{part}').astype(x.dtype) for part in 'ab')
                 out = out + (y @ a) @ b
@@ -149,14 +151,14 @@ def hidden(
     ids: jax.Array,
     lengths: jax.Array,
     *,
-    remat: bool | str = False,
+    remat: str = 'none',
     dtype: Any = jnp.float32,
     rows_sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """Final-norm hidden states f32[B, T, D] of right-padded ids i32[B, T]; exactly 0 behind each row's length i32[B].
 
-    remat: recompute each layer in the backward pass; a third more work, for memory that grows with L by [B, T, D] only.
-        True keeps nothing within a layer; the name of one of `REMAT` keeps something and recomputes less.
+    remat: what the backward pass finds of a layer instead of computing it again, one of `REMAT`. With 'nothing', a third
+        more work, for memory that grows with L by [B, T, D] only.
     dtype: of the arithmetic; parameters are cast where they are used, so gradients come back in their own dtype.
     rows_sharding: keeps the activations split by rows on a mesh, so that the compiler gathers weights, not rows.
     """
@@ -173,13 +175,10 @@ def hidden(
         x, _ = Layer(arch).apply({'params': layer}, x, turn, lambda q, k, v: (attend(q, k, v), None))
         return keep(x), None
 
-    if remat:
-        name = 'nothing' if remat is True else remat
-        if name not in REMAT:
-            raise ConfigError(f'remat {name!r} is no policy; there are {", ".join(REMAT)}')
-        block = jax.checkpoint(
-            block, prevent_cse=False, policy=REMAT[name]
-        )  # the scan itself keeps the recomputation apart
+    if remat not in REMAT:
+        raise ConfigError(f'remat {remat!r} is no policy; there are {", ".join(REMAT)}')
+    if remat != 'none':  # the scan itself keeps the recomputation apart
+        block = jax.checkpoint(block, prevent_cse=False, policy=REMAT[remat])
     x, _ = jax.lax.scan(block, keep(params['embed'][ids].astype(dtype)), params['layers'])
     x = rms_norm(x, params['final_norm'], arch.eps).astype(jnp.float32)
     return jnp.where((jnp.arange(tokens) < lengths[:, None])[..., None], x, 0.0)

@@ -101,8 +101,8 @@ def activation_bytes(run: Run, arch: Architecture) -> int:
     kept = {
         'nothing': width,  # the residual stream alone
         'projections': width + query + 2 * keys + 2 * width + 2 * hidden + thin + added,
-        False: inner,
-    }[learner.remat_policy(run.grpo.remat, arch)]
+        'none': inner,
+    }[run.grpo.remat]
     return 2 * (arch.layers * kept + inner)
 
 

@@ -138,7 +138,6 @@ def _update(
         mini_batch=mini_batch,
         mesh=game.mesh,
         dtype=engine.dtype,
-        remat=learner.remat_policy(run.grpo.remat, engine.arch),
     )
     return sharding.offload(state) if run.offload else state, metrics
 
