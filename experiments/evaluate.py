@@ -2,7 +2,7 @@
 
 The initial solver without cards (base), the trained one without (Off) and with the final bank (On) answer the same held-out
 questions, greedily, once. Prints solve rates by class with 95% intervals and the paired differences, and writes
-RUN/evaluation.json. On the lab: 600 questions, an arm takes some twenty seconds on two cores. The bank is only read.
+RUN/evaluation.json. On the lab: 600 questions, some 45 seconds an arm on two cores. The bank is only read.
 """
 
 from __future__ import annotations

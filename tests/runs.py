@@ -8,6 +8,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from devices import fake_devices
@@ -26,6 +28,7 @@ SMALL = (
     '--problems', '8', '--solver.rollouts', '3', '--bank.bootstrap-steps', '0', '--seed', '100', '--no-report',
     '--validate-every', '100', '--grpo.mini-batch', '8', '--rollout.no-ahead',
     '--rollout.rows', '24', '--rollout.single', '8',
+    '--rollout.blocks', '1',  # a decode program for each pool, and no more
     '--grpo.micro-batch-tokens', '256',  # a row each, nearly always: a program for each length, and no more
 )  # fmt: skip
 
@@ -68,6 +71,15 @@ def start(path: pathlib.Path, *flags: str, steps: int = 2, devices: int = 1) -> 
         command, cwd=REPOSITORY, env=fake_devices(devices), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+
+
+def await_file(file: pathlib.Path, processes: Sequence[subprocess.Popen], seconds: float = 1500) -> None:
+    """Until the processes of a run have written a file."""
+    deadline = time.monotonic() + seconds
+    while not file.exists():
+        ended = [process.communicate()[0] for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, ended
+        time.sleep(0.1)
 
 
 def finish(process: subprocess.Popen, seconds: float = 1500) -> tuple[int, str]:

@@ -74,24 +74,15 @@ def test_killed_anywhere_and_resumed_a_run_ends_with_the_same_bits(whole, tmp_pa
     assert left_behind(path) == []
 
 
-def test_states_in_host_memory_give_the_same_bits(whole, tmp_path):
-    """Offloaded between uses, stopped and resumed."""
+def test_resumed_with_more_steps_and_with_states_in_host_memory_it_ends_with_the_same_bits(whole, tmp_path):
+    """Offloaded between uses, stopped before the consolidation of step 3 and resumed."""
     path = tmp_path / 'run'
-    for steps, flags in ((1, (*LONG, '--offload')), (2, ('--resume',))):
+    for steps, flags in ((2, (*LONG, '--offload')), (STEPS, ('--resume',))):
         code, output = runs.finish(runs.start(path, *flags, steps=steps))
         assert code == 0, output
     offloaded = runs.Played(path)
     assert offloaded.run.offload and not whole.run.offload
-    assert offloaded.timeless() == whole.timeless()[:2]
-    assert offloaded.record(2)['checkpoint'] == whole.record(2)['checkpoint']
-
-
-def test_resume_with_more_steps_equals_one_long_run(whole, tmp_path):
-    path = tmp_path / 'run'
-    for steps, resume in ((STEPS // 2, ()), (STEPS, ('--resume',))):
-        code, output = runs.finish(runs.start(path, *LONG, *resume, steps=steps))
-        assert code == 0, output
-    assert_same_bits(runs.Played(path), whole)
+    assert_same_bits(offloaded, whole)
 
 
 def flip(file, place):
@@ -130,9 +121,7 @@ def test_a_corrupt_bank_is_refused_with_its_path(whole, tmp_path):
 def test_a_signal_ends_the_run_at_a_boundary(number, expected, tmp_path):
     path = tmp_path / 'run'
     process = runs.start(path, steps=200)
-    deadline = time.monotonic() + 200
-    while not (path / 'steps' / '00001.json').exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    runs.await_file(path / 'steps' / '00000.json', [process])
     process.send_signal(number)
     code, output = runs.finish(process)
     assert code == expected, output
@@ -157,7 +146,8 @@ def test_evaluation_changes_nothing_in_the_bank(whole, tmp_path):
 
 @pytest.mark.devices
 @pytest.mark.slow
-def test_eight_devices_give_the_same_tokens_and_losses(whole, tmp_path):
+def test_eight_devices_give_the_same_tokens_and_losses(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')  # one step calls a program a few times
     path = tmp_path / 'run'
     code, output = runs.finish(runs.start(path, *LONG, steps=1, devices=8))
     assert code == 0, output

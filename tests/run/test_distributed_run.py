@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import time
 
 import numpy as np
 import pytest
@@ -28,22 +27,13 @@ def start_pair(path, *flags, steps):
     return [runs.start(path, *FLAGS, *flags, *cluster, str(i), steps=steps, devices=1) for i in (0, 1)]
 
 
-def await_file(file, pair, seconds=1500):
-    """Until a file of the run is there."""
-    deadline = time.monotonic() + seconds
-    while not file.exists():
-        ended = [process.communicate()[0] for process in pair if process.poll() is not None]
-        assert not ended and time.monotonic() < deadline, ended
-        time.sleep(0.1)
-
-
 @pytest.mark.devices
 @pytest.mark.slow
 def test_two_processes_play_and_learn_as_one_and_a_signal_to_one_ends_both(tmp_path):
     """SIGTERM in the first step: both end behind the same one, with what one process of two devices has there."""
     path = tmp_path / 'two'
     pair = start_pair(path, '--offload', *MEASURED, steps=200)
-    await_file(path / 'steps' / '00000.json', pair)
+    runs.await_file(path / 'steps' / '00000.json', pair)
     pair[1].send_signal(signal.SIGTERM)
     (code, output), (other_code, other) = [runs.finish(process) for process in pair]
     assert (code, other_code) == (143, 143), (output, other)
