@@ -35,7 +35,7 @@ from sesa_jax.policy.arch import Architecture, Spec, abstract, is_spec, layer_sp
 
 Params = dict[str, Any]
 REMAT = {
-    'none': jax.checkpoint_policies.everything_saveable,
+    'none': None,
     'nothing': jax.checkpoint_policies.nothing_saveable,
     'projections': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -109,11 +109,12 @@ class Layer(nn.Module):
 
         def dense(y: jax.Array, name: str) -> jax.Array:
             # As matrices: of three axes XLA would transpose the gradient of the output for that of the weights, slowly.
-            out = (y.reshape(-1, y.shape[-1]) @ w[name]).reshape(*y.shape[:-1], -1)
+            flat = y.reshape(-1, y.shape[-1])
+            out = flat @ w[name]
             if self.has_variable('params', f'{name}_a'):  # an adapter stands beside it (lora.py)
                 a, b = (self.get_variable('params', f'{name}_{part}').astype(x.dtype) for part in 'ab')
-                out = out + (y @ a) @ b
-            return out
+                out = out + (flat @ a) @ b
+            return out.reshape(*y.shape[:-1], -1)
 
         with jax.named_scope('attention'):
             y = rms_norm(x, w['attention_norm'], arch.eps)
@@ -177,8 +178,8 @@ def hidden(
 
     if remat not in REMAT:
         raise ConfigError(f'remat {remat!r} is no policy; there are {", ".join(REMAT)}')
-    if remat != 'none':  # the scan itself keeps the recomputation apart
-        block = jax.checkpoint(block, prevent_cse=False, policy=REMAT[remat])
+    if policy := REMAT[remat]:  # the scan itself keeps the recomputation apart
+        block = jax.checkpoint(block, prevent_cse=False, policy=policy)
     x, _ = jax.lax.scan(block, keep(params['embed'][ids].astype(dtype)), params['layers'])
     x = rms_norm(x, params['final_norm'], arch.eps).astype(jnp.float32)
     return jnp.where((jnp.arange(tokens) < lengths[:, None])[..., None], x, 0.0)
