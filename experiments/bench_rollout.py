@@ -29,6 +29,8 @@ from sesa_jax.rollout.engine import Engine
 from sesa_jax.rollout.row import Request
 
 Say = Callable[[str], None]
+TURN = 32  # tokens of a turn that ends with a search, on average
+CALLS = 4
 UNIFORM = 1e6  # a temperature at which every token is as likely as any other
 
 
@@ -73,7 +75,7 @@ class Model:
 
     def engine(self, tokenizer: Any, groups: int, group: int, prompt: int, response: int, **lengths: int) -> Engine:
         sizes = config.Lengths(prompt=prompt, response=response, **{'turn': response, 'observation': 128, **lengths})
-        places = config.Rollout(rows=groups * group, single=groups, long=0)
+        places = config.Rollout(rows=groups * group, single=groups, long=0, batch=min(8, groups))
         return Engine(self.arch, tokenizer, self.mesh, sizes, places=places, group_size=group)
 
 
@@ -218,7 +220,7 @@ class Transformers:
 
 
 def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float]]]:
-    """How our time grows: least seconds of three calls, against the smallest size."""
+    """How our time grows with rows, prompt length and turns: least seconds of some calls, against the smallest size."""
     found: dict[str, list[dict[str, float]]] = {'rows': [], 'prompt_tokens': []}
     cases = [('rows', rows, flags.prompt_tokens) for rows in (1, 2, 4, 8)]
     cases += [('prompt_tokens', flags.prompts, length) for length in (64, 128, 256, 512)]
@@ -229,13 +231,25 @@ def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float
         found[axis].append({'size': size, 'seconds': least_seconds(call)})
         first = found[axis][0]
         say(f'{axis} {size}: {found[axis][-1]["seconds"] / first["seconds"]:.2f}x the time of {first["size"]}')
+    engine, found['turns'] = searching_engine(model, flags), []
+    for turns in (1, 2, 4):
+        requests = searching_requests(model, flags, flags.prompts, turns)
+        engine.counters.clear()
+        seconds = least_seconds(lambda requests=requests: rollout(engine, model, requests, scripted(0.0)))
+        tokens = engine.counters['action_tokens'] // CALLS
+        found['turns'].append({'size': turns, 'seconds': seconds, 'action_tokens': tokens})
+        first = found['turns'][0]
+        say(
+            f'turns {turns}: {seconds / first["seconds"]:.2f}x the time of {first["size"]} for '
+            f'{tokens / first["action_tokens"]:.2f}x the sampled tokens'
+        )
     return found
 
 
 def least_seconds(call: Callable[[], Any]) -> float:
-    call()
+    """Of CALLS calls, the first of which compiles."""
     seconds = []
-    for _ in range(3):
+    for _ in range(CALLS):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
@@ -257,23 +271,29 @@ def scripted(seconds: float) -> Any:
     return lambda queries: pool.submit(search, list(queries))
 
 
-def with_searches(model: Model, flags: Any, say: Say) -> list[dict[str, float]]:
-    """Throughput under each latency, with three rounds of groups for the places, so that some decode while others wait;
-    and the counters of the engine. Results are taken in as they come."""
-    every, turns = 32, 4
-    rounds, found = 3, []
-    ids = np.random.default_rng(0).integers(
-        10, model.tokenizer.vocab_size, (rounds * flags.prompts, flags.prompt_tokens)
-    )
-    engine = model.engine(
-        Searching(model.tokenizer, every), flags.prompts, flags.group, flags.prompt_tokens, 1024, turn=256
-    )
+def searching_engine(model: Model, flags: Any) -> Engine:
+    """Its rows search after TURN tokens on average; results are taken in as they come."""
+    tokenizer = Searching(model.tokenizer, TURN)
+    engine = model.engine(tokenizer, flags.prompts, flags.group, flags.prompt_tokens, 1024, turn=8 * TURN)
     engine.places = dataclasses.replace(engine.places, deterministic=False)
-    requests = [
+    return engine
+
+
+def searching_requests(model: Model, flags: Any, groups: int, turns: int) -> list[Request]:
+    ids = np.random.default_rng(0).integers(10, model.tokenizer.vocab_size, (groups, flags.prompt_tokens))
+    return [
         Request('solver', str(i), i, sample, row.tolist(), UNIFORM, turns)
         for i, row in enumerate(ids)
         for sample in range(flags.group)
     ]
+
+
+def with_searches(model: Model, flags: Any, say: Say) -> list[dict[str, float]]:
+    """Throughput under each latency, with three rounds of groups for the places, so that some decode while others wait;
+    and the counters of the engine. Results are taken in as they come."""
+    turns, found = 4, []
+    engine, requests = searching_engine(model, flags), searching_requests(model, flags, 3 * flags.prompts, turns)
+    prompt_tokens = sum(len(row.prompt) - 1 for row in requests[:: flags.group])
     rollout(engine, model, requests, scripted(0.0))
     for milliseconds in flags.latencies:
         engine.counters.clear()
@@ -289,7 +309,7 @@ def with_searches(model: Model, flags: Any, say: Say) -> list[dict[str, float]]:
             'action_tokens': counters['action_tokens'],
             'searches': counters['searches'],
             'share_hidden': engine.seconds['search_hidden'] / max(engine.seconds['search'], 1e-9),
-            'prefill_recompute': counters['prefill_tokens'] / float(ids.shape[0] * (ids.shape[1] - 1)),
+            'prefill_recompute': counters['prefill_tokens'] / prompt_tokens,
             **{f'share_{name}': counters[name] / row_steps for name in ('idle_stopped', 'idle_waiting', 'idle_empty')},
         }
         found.append(entry)

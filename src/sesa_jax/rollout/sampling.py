@@ -100,11 +100,12 @@ def _masses(blocks: jax.Array, peak: jax.Array) -> jax.Array:
     """Sums f32[B, C] of exp(x - peak) over the last axis of blocks f32[B, C, BLOCK]; peak f32[B, 1].
 
     Column by column of LANES entries, because XLA's CPU compiler gives a sum to a library and writes down all
-    exponentials for it: as much memory as the logits themselves. What it gets to sum here is an eighth of that.
+    exponentials for it: as much memory as the logits themselves. What it gets to sum here is an eighth of that. The
+    barrier keeps the exponentials out of the library's reach; without it jaxlib 0.12 writes down the columns instead.
     """
     columns = (blocks[:, :, begin : begin + LANES] for begin in range(0, BLOCK, LANES))
     partial = functools.reduce(jnp.add, [jnp.exp(column - peak[:, :, None]) for column in columns])
-    return jnp.sum(partial, axis=-1)
+    return jnp.sum(jax.lax.optimization_barrier(partial), axis=-1)
 
 
 def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
