@@ -2,7 +2,7 @@
 
 Seven gates, on worlds that no training saw: easy questions are solvable without cards, hard ones hardly, the right card
 solves them, the encoder finds it, the offline distiller writes it from evidence, the challenger asks valid questions, and
-scripted players give the scale. No method is compared with another here. About three minutes a seed on two cores.
+scripted players give the scale. No method is compared with another here. Some minutes a seed on two cores.
 """
 
 from __future__ import annotations
