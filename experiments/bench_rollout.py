@@ -30,7 +30,7 @@ from sesa_jax.rollout.row import Request
 
 Say = Callable[[str], None]
 TURN = 32  # tokens of a turn that ends with a search, on average
-CALLS = 4
+CALLS = 4  # of each size, where growth is measured; the first one compiles
 UNIFORM = 1e6  # a temperature at which every token is as likely as any other
 
 
@@ -75,7 +75,7 @@ class Model:
 
     def engine(self, tokenizer: Any, groups: int, group: int, prompt: int, response: int, **lengths: int) -> Engine:
         sizes = config.Lengths(prompt=prompt, response=response, **{'turn': response, 'observation': 128, **lengths})
-        places = config.Rollout(rows=groups * group, single=groups, long=0, batch=min(8, groups))
+        places = config.Rollout(rows=groups * group, single=groups, long=0, batch=min(config.Rollout.batch, groups))
         return Engine(self.arch, tokenizer, self.mesh, sizes, places=places, group_size=group)
 
 
@@ -247,7 +247,6 @@ def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float
 
 
 def least_seconds(call: Callable[[], Any]) -> float:
-    """Of CALLS calls, the first of which compiles."""
     seconds = []
     for _ in range(CALLS):
         began = time.perf_counter()
