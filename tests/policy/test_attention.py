@@ -173,6 +173,18 @@ def a_gpu(monkeypatch):
     attention._say_once.cache_clear()
 
 
+def is_guarded(text, call, number):
+    """Whether the first thing that is done with result `number` of the call is to choose between it and something else;
+    its axes may be exchanged before."""
+    body = next(part for part in text.split('func.func ') if call in part).split(call)[1].splitlines()
+    name = f'{call.strip().partition(":")[0]}#{number}'
+    read = [line for line in body if re.search(rf'{re.escape(name)}\b', line)]
+    while read and all('stablehlo.transpose' in line for line in read):
+        names = [line.strip().partition(' ')[0] for line in read]
+        read = [line for line in body if any(re.search(rf'{name}\b[^#:]', line.partition('=')[2]) for name in names)]
+    return any('call @_where' in line or 'stablehlo.select' in line for line in read)
+
+
 @pytest.mark.parametrize('family', FAMILIES)
 def test_the_fused_kernel_is_lowered_for_cuda_forward_and_backward(family, a_gpu, caplog):
     rows, tokens = 2, 1024
@@ -189,6 +201,9 @@ def test_the_fused_kernel_is_lowered_for_cuda_forward_and_backward(family, a_gpu
         assert line.count(f'tensor<{rows}xi32>') >= 2  # the lengths of queries and of keys
     assert not [shape for shape in shapes(text) if shape.count(tokens) > 1]
     assert max(map(math.prod, shapes(text))) <= rows * tokens * arch.heads * arch.head_size
+    for call, results in [(line, 1) for line in forward] + [(line, 3) for line in backward]:
+        for number in range(results):
+            assert is_guarded(text, call, number)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def _full_forward(params, ids, lengths, temperature):
 
 def full_forward(params, trajectories, temperature=1.0):
     """Log-probs of every token of finished rows, from one pass of the training forward; one f32[T] a row, 0 at 0."""
-    ids = np.zeros((16, 384), np.int32)
+    longest = max(len(row.ids) for row in trajectories)
+    ids = np.zeros((16, 384 if longest <= 384 else ARCH.max_positions), np.int32)
     lengths = np.zeros(16, np.int32)
     for i, row in enumerate(trajectories):
         ids[i, : len(row.ids)], lengths[i] = row.ids, len(row.ids)

@@ -10,10 +10,11 @@ import time
 import jax
 import numpy as np
 import pytest
-from rollout_toy import ARCH, PLAY, SEARCH, World, always, engine, play, policy, requests, tokens
+from rollout_toy import ARCH, ID, PLAY, SEARCH, World, always, engine, play, policy, requests, tokens
 
 from sesa_jax.host.client import _SharedFuture
 from sesa_jax.policy import transformer
+from sesa_jax.rollout.driver import Driver
 from sesa_jax.rollout.engine import Engine
 from sesa_jax.rollout.row import Row, Rules
 
@@ -57,6 +58,43 @@ def test_the_device_computes_while_searches_run():
     spent = {name: sampler.seconds[name] - before.get(name, 0) for name in ('search', 'search_hidden', 'host')}
     assert 0 < spent['search_hidden'] <= spent['search']
     assert spent['host'] > 0
+
+
+@pytest.mark.parametrize(
+    ('is_deterministic', 'others', 'turn_tokens', 'waits'),
+    [
+        (True, 7, 16, 'waited'),  # behind the launch of a prompt: a place has become free just before
+        (True, 1, 40, 'waited'),  # another row could decode on
+        (True, 1, 16, 'stalled'),
+        (False, 1, 24, 'stalled'),
+        (False, 1, 200, None),  # twenty-five chunks hide all
+    ],
+)
+def test_waiting_for_searches_counts_as_waiting_alone(monkeypatch, is_deterministic, others, turn_tokens, waits):
+    """Two rows search for half a second, one from the end of the first chunk on, one from the end of the second on; the
+    others write until they are cut. A chunk has 8 tokens and takes 30 ms longer than it does."""
+    read = jax.device_get
+    monkeypatch.setattr(jax, 'device_get', lambda outputs: (time.sleep(0.03), read(outputs))[1])
+    params, letters = policy(SEARCH | {'hm': {'hm': 1}}, noise=0), np.frombuffer(b'abcdefghi', np.uint8)
+    params['head'] = params['head'].at[letters[:-1], letters[1:]].set(2.0)  # before it searches
+    rows = requests(2 + others, max_turns=2)
+    rows[1] = dataclasses.replace(rows[1], prompt=[*rows[1].prompt, letters[0]])
+    rows[2:] = [dataclasses.replace(row, prompt=[*row.prompt, ID['hm']], turn_tokens=turn_tokens) for row in rows[2:]]
+    sampler = engine(deterministic=is_deterministic)
+    play_late(rows, lambda queries: 0, sampler, params)  # compiles
+    sampler.seconds.clear()
+    began = time.monotonic()
+    played = play_late(rows, lambda queries: 0.5, sampler, params)
+    wall, spent = time.monotonic() - began, sampler.seconds
+    assert [row.turns[0].end - row.turns[0].start for row in played] == [4, 12] + others * [turn_tokens]
+    assert spent['search'] >= 1
+    if waits:
+        assert 0.02 < spent['search_hidden'] < 0.3
+        assert spent[waits] > 0.2
+    else:
+        assert 0.7 < spent['search_hidden'] <= spent['search']
+    assert {kind for kind in ('waited', 'stalled') if spent[kind]} == ({waits} if waits else set())
+    assert spent['device'] + spent['waited'] + spent['stalled'] <= wall
 
 
 @pytest.fixture
@@ -168,9 +206,18 @@ def test_more_rows_than_places_wait_for_a_free_one():
     assert tokens(result) == tokens(play(rows[:5])) | tokens(play(rows[5:]))
 
 
-def test_counters_add_up():
+def test_counters_add_up(monkeypatch):
     rows = requests(7, 2)
     play([rows[0]])
+    steps, take_out = collections.Counter(), Driver._take_out
+
+    def taken_out(self, pool, places, out):
+        for place, row in enumerate(pool.rows):
+            steps['decoding' if place in places else 'waiting' if row else 'empty'] += int(out.steps)
+        steps['all'] += pool.shape.rows * int(out.steps)
+        take_out(self, pool, places, out)
+
+    monkeypatch.setattr(Driver, '_take_out', taken_out)
     before = collections.Counter(engine().counters)
     result = play(rows)
     spent = {name: engine().counters[name] - before[name] for name in engine().counters}
@@ -181,8 +228,10 @@ def test_counters_add_up():
     assert spent['searches'] == sum(len(row.searches) for row in result)
     assert spent['prefill_tokens'] == sum(row.prompt_length - 1 for row in result[::2]), 'each prompt once'
     assert spent['append_tokens'] == spent['observation_tokens'] > 0
-    places = spent['action_tokens'] + spent['idle_stopped'] + spent['idle_waiting'] + spent['idle_empty']
-    assert places <= spent['decode_steps'] * 16
+    idle = [spent[name] for name in ('idle_stopped', 'idle_waiting', 'idle_empty')]
+    assert min(idle) > 0
+    assert idle == [steps['decoding'] - spent['action_tokens'], steps['waiting'], steps['empty']]
+    assert spent['action_tokens'] + sum(idle) == steps['all']
 
 
 def test_a_search_that_loses_a_result_is_an_error():

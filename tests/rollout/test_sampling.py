@@ -165,6 +165,20 @@ def test_without_filters_the_same_tokens_are_drawn():
     np.testing.assert_allclose(logprob, plain[1], atol=1e-6)
 
 
+@pytest.mark.parametrize('top_k', [0, 45_000])
+def test_the_filter_of_a_neighbour_takes_no_tail_from_a_row_without_top_p(top_k):
+    """Of 50,000 tokens the first 40,000 hold half a millionth of the mass. The sum over the likelier ones reaches 1 in
+    float32 with most of them still to come; the smallest uniforms draw the first token that is kept."""
+    size, likely = 50_000, 10_000
+    ids = np.arange(size)
+    logits = jnp.asarray(np.where(ids < size - likely, -16, 0) + 1e-5 * ids, jnp.float32)
+    keep = jnp.array([top_k, 0]), jnp.array([1.0, 0.5])
+    token, logprob = sample(jnp.tile(logits, (2, 1)), jnp.zeros((2, 2)), jnp.ones(2), allowed=size, keep=keep)
+    assert int(token[0]) == (size - top_k if top_k else 0)
+    assert int(token[1]) >= size - likely
+    np.testing.assert_allclose(logprob[0], jax.nn.log_softmax(logits)[token[0]], atol=1e-4)
+
+
 def test_tails_are_finite():
     logits = jnp.array([[0.0, -27.6, -80.0, -np.inf]])  # 1, 1e-12, 1e-35 and nothing
     token, logprob = draw(logits[0], 50, allowed=4)

@@ -20,8 +20,10 @@ from rollout_toy import (
     Bytes,
     World,
     always,
+    assert_equal_to_full_forward,
     budgeted,
     engine,
+    lengths,
     play,
     policy,
     requests,
@@ -101,6 +103,22 @@ def test_rows_are_what_a_reader_token_by_token_says(seed, turn_tokens, max_turns
             assert LENGTHS.response - (len(row.ids) - row.prompt_length) <= LENGTHS.observation
         else:
             assert row.stop_reason == stop
+
+
+def test_ten_turns_are_what_the_reader_says_with_the_logprobs_of_a_full_forward():
+    """As many as a run allows by default; short observations, so that ten turns fit into the positions of the toy. Nothing but
+    searches ends a turn here."""
+    limits = lengths(response=470, observation=40)
+    writes = {'hm': 1, '<search>': 3}
+    params = policy(PLAY | {'start': writes, 'hm': writes})
+    asked = requests(4, max_turns=10)
+    rows = play(asked, params=params, on=engine(limits))
+    for request, row in zip(asked, rows, strict=True):
+        turns, stop = reference(row, request, limits)
+        assert [(turn.kind, turn.content, turn.start, turn.end) for turn in row.turns] == turns
+        assert (len(turns), len(row.searches), row.stop_reason, stop) == (10, 9, 'turns', 'turns')
+    assert len({tuple(row.ids[row.prompt_length :]) for row in rows}) == len(rows)
+    assert_equal_to_full_forward(params, rows)
 
 
 # --- how rows end ------------------------------------------------------------------------------------------------------

@@ -187,16 +187,15 @@ def causal(lengths: jax.Array, tokens: int, head_size: int, dtype: jnp.dtype) ->
         real = (jnp.arange(tokens) < counts[:, None])[..., None, None]
 
         def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            # Whatever the kernel leaves behind the length, in its output or in its gradients, reaches nothing.
             out = jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
+                *(jnp.where(real, x, 0) for x in (q, k, v)),
                 is_causal=True,
                 query_seq_lengths=counts,
                 key_value_seq_lengths=counts,
                 implementation='cudnn',
             )
-            return jnp.where(real, out, 0)  # whatever the kernel leaves behind the length reaches no gradient
+            return jnp.where(real, out, 0)
 
         return fused
     # With padding on the right, the causal mask alone hides it from every real token.

@@ -44,7 +44,7 @@ class _Batch:
 
     rows: list[Row]
     found: concurrent.futures.Future[list[Search]]
-    chunk: int  # number of the chunk that produced it
+    chunk: int  # number of the chunk that produced it, from 1 on, so that busy[chunk:] are those behind it
     sent: float
     come: float = 0.0  # when the results came
     read: concurrent.futures.Future[list[tuple[Search, list[int]]]] = field(default_factory=concurrent.futures.Future)
@@ -73,12 +73,13 @@ class Driver:
         self.closed: list[Row] = []  # those whose turn was read; which of them are over is not seen yet
         self.chunks = 0
         self.busy: list[tuple[float, float]] = []  # when the device computed, chunk by chunk
+        # Of the chunk to come:
+        self.began: float | None = None  # the first launch that no wait for a search follows
         self.waited = 0.0  # seconds, for searches
 
     def play(self) -> None:
         """Until every row has ended."""
         while any(self.units.values()) or any(pool.living for pool in self.pools.values()):
-            began = time.monotonic()
             self._admit()
             self._make_room()
             self._receive()
@@ -87,13 +88,14 @@ class Driver:
             running = [(pool, places) for pool in self.pools.values() if (places := self._ready(pool))]
             if not running:
                 continue
+            began = self._launching()
             launched = [(pool, places, self.engine.decode(self.params, pool, places)) for pool, places in running]
             if self.busy:
                 self.engine.seconds['host'] += time.monotonic() - self.busy[-1][1] - self.waited
             self._close_turns()
             read = [(pool, places, jax.device_get(outputs)) for pool, places, outputs in launched]
             self.busy.append((began, time.monotonic()))
-            self.waited = 0.0
+            self.began, self.waited = None, 0.0
             self.engine.seconds['device'] += self.busy[-1][1] - began
             self.chunks += 1
             for pool, places, outputs in read:
@@ -118,7 +120,9 @@ class Driver:
                     break
                 pool.settle(group, waiting.popleft())
                 settled.append(group)
-            self.engine.prefill(self.params, pool, settled)
+            if settled:
+                self._launching()
+                self.engine.prefill(self.params, pool, settled)
 
     def _make_room(self) -> None:
         """Move rows that outgrow their place, and the last rows of groups to where fewer rows decode."""
@@ -199,20 +203,29 @@ class Driver:
             self.batches.remove(batch)
             self._take_in(batch)
 
+    def _launching(self) -> float:
+        """Since when the device has had something to compute; now, if not before."""
+        self.began = time.monotonic() if self.began is None else self.began
+        return self.began
+
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What happens inside is not the host's work."""
-        began = time.monotonic()
+        """What happens inside is not the host's work, and not the device's: what was launched before may end at any time."""
+        kind, began = 'waited' if self._can_decode() else 'stalled', time.monotonic()
         yield
-        self.waited += time.monotonic() - began
+        spent = time.monotonic() - began
+        self.began, self.waited = None, self.waited + spent
+        self.engine.seconds[kind] += spent
 
     def _can_decode(self) -> bool:
         return any(self._ready(pool) for pool in self.pools.values())
 
     def _take_in(self, batch: _Batch) -> None:
-        with self._waiting():
-            batch.found.result()  # what several processes share comes only when this thread asks for it
-            found = batch.read.result()
+        if not batch.read.done():
+            with self._waiting():
+                batch.found.result()  # what several processes share comes only when this thread asks for it
+                batch.read.result()
+        found = batch.read.result()
         if len(found) != len(batch.rows):
             raise ValueError(f'search returned {len(found)} results for {len(batch.rows)} queries')
         for row, (result, ids) in zip(batch.rows, found, strict=True):
@@ -230,7 +243,9 @@ class Driver:
                 for p in pool.living
                 if pool.rows[p].pending and not pool.rows[p].is_searching and not self._outgrows(name, p)
             ]
-            self.engine.append(self.params, pool, places)
+            if places:
+                self._launching()
+                self.engine.append(self.params, pool, places)
 
     # --- what a chunk gave --------------------------------------------------------------------------------------------
 

@@ -48,8 +48,11 @@ class Engine:
     searches, decode steps, row-steps that sampled nothing by cause (`idle_stopped`: within a chunk, `idle_waiting`: for a
     search or a long place, `idle_empty`: no row), and programs compiled. `seconds` adds up wall time: `device`
     (something was computing), `host` (from the end of a chunk to the launch of the next, waiting for searches not
-    counted), `search` (latencies of all batches of searches) and `search_hidden` (the part of it during which the
-    device computed).
+    counted), `waited` and `stalled` (for searches, while some row could have decoded and while none could), `search`
+    (latencies of all batches of searches) and `search_hidden` (the part of it during which the device computed).
+
+    The device computes from the first launch of prompts, observations or a chunk until that chunk is read. A wait for a
+    search begins this anew: of prompts launched before it nobody knows when they were done, and they count as nothing.
     """
 
     def __init__(

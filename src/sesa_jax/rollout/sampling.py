@@ -115,7 +115,8 @@ def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     inside = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
     weights = jax.nn.softmax(jnp.where(inside, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(weights, axis=-1) - weights  # mass of the tokens that are more likely
-    inside &= (before < top_p[:, None]) | (rank == 0)
+    # In float32 the sum can reach 1 long before the last token; a row without top-p must not lose the rest.
+    inside &= (before < top_p[:, None]) | (top_p >= 1)[:, None] | (rank == 0)
     edge = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled >= edge, scaled, -jnp.inf)
 
