@@ -60,12 +60,17 @@ class Rollout(Flags):
     """Rollouts of each prompt."""
     prompt_tokens: int = 256
     new_tokens: int = 64
-    turns: bool = True
-    """Measure rollouts of several turns too, with a scripted search."""
-    latencies: tuple[int, ...] = (0, 50, 200, 1000)
-    """Of the scripted search, in milliseconds."""
+    calls: bool = True
+    """Measure one turn of known length against the others."""
     growth: bool = True
     """Measure how our time grows with rows, prompt length and turns."""
+    turns: int = 4
+    """Most turns of the rollouts with a scripted search, whose latencies are measured; 0: leave them out."""
+    rounds: int = 3
+    """Such rollouts for each place, so that some decode while others wait."""
+    observation_tokens: int = 128
+    latencies: tuple[int, ...] = (0, 50, 200, 1000)
+    """Of the scripted search, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(circumstances(Rollout()), indent=2))
         return 0
     prepare()
+    say = functools.partial(print, flush=True)
     try:
         if isinstance(flags, Update):
-            found = bench_update.measure(flags, ratio, functools.partial(print, flush=True))
+            found = bench_update.measure(flags, ratio, say)
         else:
-            found = bench_rollout.measure(flags, interleaved, print)
+            found = bench_rollout.measure(flags, interleaved, say)
     except (ConfigError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

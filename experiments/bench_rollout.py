@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from sesa_jax.rollout.row import Request
 
 Say = Callable[[str], None]
 TURN = 32  # tokens of a turn that ends with a search, on average
-CALLS = 4  # of each size, where growth is measured; the first one compiles
+IDLE = ('idle_stopped', 'idle_waiting', 'idle_empty')  # the engine's counters of row-steps that sampled nothing
 UNIFORM = 1e6  # a temperature at which every token is as likely as any other
 
 
@@ -83,7 +84,8 @@ def measure(flags: Any, interleaved: Callable[..., dict[str, Any]], say: Say) ->
     """Every figure of the benchmark; `say` is told each as it is found."""
     model = Model.load(flags.model)
     found: dict[str, Any] = {'calls': {}, 'turns': [], 'growth': {}}
-    for prompts, group in dict.fromkeys([(flags.prompts, flags.group), (flags.prompts, 1), (1, 1)]):
+    sizes = [(flags.prompts, flags.group), (flags.prompts, 1), (1, 1)] if flags.calls else []
+    for prompts, group in dict.fromkeys(sizes):
         name = f'{prompts} x {group}'
         found['calls'][name] = one_call(model, flags, prompts, group, interleaved, lambda s, n=name: say(f'{n}: {s}'))
     if flags.growth:
@@ -228,15 +230,18 @@ def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float
         ids = np.random.default_rng(0).integers(10, model.tokenizer.vocab_size, (prompts, length))
         call = functools.partial(Ours(model, ids, flags.group, flags.new_tokens), flags.new_tokens, 1.0)
         size = prompts * flags.group if axis == 'rows' else length
-        found[axis].append({'size': size, 'seconds': least_seconds(call)})
+        call()  # compiles
+        found[axis].append({'size': size, 'seconds': least_seconds(call, flags.pairs)})
         first = found[axis][0]
         say(f'{axis} {size}: {found[axis][-1]["seconds"] / first["seconds"]:.2f}x the time of {first["size"]}')
-    engine, found['turns'] = searching_engine(model, flags), []
+    engine, found['turns'] = searching_engine(model, flags, 4), []
     for turns in (1, 2, 4):
         requests = searching_requests(model, flags, flags.prompts, turns)
         engine.counters.clear()
-        seconds = least_seconds(lambda requests=requests: rollout(engine, model, requests, scripted(0.0)))
-        tokens = engine.counters['action_tokens'] // CALLS
+        search = scripted(0.0, flags.observation_tokens)
+        call = functools.partial(rollout, engine, model, requests, search)
+        seconds = least_seconds(call, flags.pairs)
+        tokens = engine.counters['action_tokens'] // flags.pairs
         found['turns'].append({'size': turns, 'seconds': seconds, 'action_tokens': tokens})
         first = found['turns'][0]
         say(
@@ -246,9 +251,9 @@ def growth(model: Model, flags: Any, say: Say) -> dict[str, list[dict[str, float
     return found
 
 
-def least_seconds(call: Callable[[], Any]) -> float:
+def least_seconds(call: Callable[[], Any], calls: int) -> float:
     seconds = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
@@ -258,10 +263,11 @@ def least_seconds(call: Callable[[], Any]) -> float:
 # --- several turns ----------------------------------------------------------------------------------------------------
 
 
-def scripted(seconds: float) -> Any:
-    """A search that answers after `seconds` with a fixed text, for all queries of a call at once."""
+def scripted(seconds: float, tokens: int = 0) -> Any:
+    """A search that answers after `seconds` with a fixed text of `tokens` or more, for all queries of a call at once."""
     pool = concurrent.futures.ThreadPoolExecutor(64)
-    document = Document('d', 'A page', 'The river rises in the hills and reaches the sea at the old harbour. ' * 6)
+    sentence = 'The river rises in the hills and reaches the sea at the old harbour. '  # of 13 words
+    document = Document('d', 'A page', sentence * (1 + tokens // 13))
 
     def search(queries: list[str]) -> list[Search]:
         time.sleep(seconds)
@@ -270,11 +276,16 @@ def scripted(seconds: float) -> Any:
     return lambda queries: pool.submit(search, list(queries))
 
 
-def searching_engine(model: Model, flags: Any) -> Engine:
-    """Its rows search after TURN tokens on average; results are taken in as they come."""
-    tokenizer = Searching(model.tokenizer, TURN)
-    engine = model.engine(tokenizer, flags.prompts, flags.group, flags.prompt_tokens, 1024, turn=8 * TURN)
+def searching_engine(model: Model, flags: Any, turns: int) -> Engine:
+    """Its rows search after TURN tokens on average, and nearly all have room for so many turns; results are taken in as
+    they come. Everything is compiled."""
+    tokenizer, observation = Searching(model.tokenizer, TURN), flags.observation_tokens
+    engine = model.engine(
+        tokenizer, flags.prompts, flags.group, flags.prompt_tokens, turns * (2 * TURN + observation),
+        turn=8 * TURN, observation=observation,
+    )  # fmt: skip
     engine.places = dataclasses.replace(engine.places, deterministic=False)
+    engine.warm_up(model.params)
     return engine
 
 
@@ -288,35 +299,46 @@ def searching_requests(model: Model, flags: Any, groups: int, turns: int) -> lis
 
 
 def with_searches(model: Model, flags: Any, say: Say) -> list[dict[str, float]]:
-    """Throughput under each latency, with three rounds of groups for the places, so that some decode while others wait;
-    and the counters of the engine. Results are taken in as they come."""
-    turns, found = 4, []
-    engine, requests = searching_engine(model, flags), searching_requests(model, flags, 3 * flags.prompts, turns)
-    prompt_tokens = sum(len(row.prompt) - 1 for row in requests[:: flags.group])
-    rollout(engine, model, requests, scripted(0.0))
-    for milliseconds in flags.latencies:
-        engine.counters.clear()
-        engine.seconds.clear()
-        began = time.perf_counter()
-        rollout(engine, model, requests, scripted(milliseconds / 1000))
-        seconds = time.perf_counter() - began
-        counters = engine.counters
-        row_steps = sum(counters[name] for name in ('action_tokens', 'idle_stopped', 'idle_waiting', 'idle_empty'))
-        entry = {
-            'milliseconds': milliseconds,
-            'seconds': seconds,
-            'action_tokens': counters['action_tokens'],
-            'searches': counters['searches'],
-            'share_hidden': engine.seconds['search_hidden'] / max(engine.seconds['search'], 1e-9),
-            'prefill_recompute': counters['prefill_tokens'] / prompt_tokens,
-            **{f'share_{name}': counters[name] / row_steps for name in ('idle_stopped', 'idle_waiting', 'idle_empty')},
-        }
-        found.append(entry)
-        kept = found[0]['seconds'] / seconds * entry['action_tokens'] / found[0]['action_tokens']
-        entry['throughput_kept'] = kept
+    """Throughput under each latency, against the mean of two runs under the first one, before and behind the others; and
+    the counters of the engine. Results are taken in as they come."""
+    engine = searching_engine(model, flags, flags.turns)
+    rollout(engine, model, searching_requests(model, flags, flags.prompts, 1), scripted(0.0))  # touches all memory
+    requests = searching_requests(model, flags, flags.rounds * flags.prompts, flags.turns)
+    found = []
+    for milliseconds in (*flags.latencies, flags.latencies[0]):
+        found.append(one_latency(engine, model, flags, requests, milliseconds))
         say(
-            f'{turns} turns, search {milliseconds} ms: {kept:.2f} of the throughput at {found[0]["milliseconds"]} ms; '
-            f'{entry["share_hidden"]:.2f} of the latency hidden; idle {entry["share_idle_stopped"]:.2f} stopped, '
-            f'{entry["share_idle_waiting"]:.2f} waiting, {entry["share_idle_empty"]:.2f} empty'
+            f'{flags.turns} turns, search {milliseconds} ms: {found[-1]["seconds"]:.0f} s, '
+            f'{found[-1]["share_hidden"]:.2f} of the latency hidden; '
+            + ', '.join(f'{found[-1][f"share_{cause}"]:.2f} {cause}' for cause in IDLE)
         )
+    first = statistics.mean(entry['tokens_a_second'] for entry in (found[0], found[-1]))
+    for entry in found:
+        entry['throughput_kept'] = entry['tokens_a_second'] / first
+        say(f'search {entry["milliseconds"]} ms: {entry["throughput_kept"]:.2f} of the throughput at {flags.latencies[0]} ms')
     return found
+
+
+def one_latency(
+    engine: Engine, model: Model, flags: Any, requests: Sequence[Request], milliseconds: float
+) -> dict[str, float]:
+    engine.counters.clear()
+    engine.seconds.clear()
+    search = scripted(milliseconds / 1000, flags.observation_tokens)
+    began = time.perf_counter()
+    rollout(engine, model, requests, search)
+    seconds = time.perf_counter() - began
+    counters = engine.counters
+    row_steps = sum(counters[name] for name in ('action_tokens', *IDLE))
+    prompt_tokens = sum(len(row.prompt) - 1 for row in requests[:: flags.group])
+    return {
+        'milliseconds': milliseconds,
+        'seconds': seconds,
+        'tokens_a_second': counters['action_tokens'] / seconds,
+        'action_tokens': counters['action_tokens'],
+        'observation_tokens': counters['observation_tokens'],
+        'searches': counters['searches'],
+        'share_hidden': engine.seconds['search_hidden'] / max(engine.seconds['search'], 1e-9),
+        'prefill_recompute': counters['prefill_tokens'] / prompt_tokens,
+        **{f'share_{name}': counters[name] / row_steps for name in IDLE},
+    }

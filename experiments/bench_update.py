@@ -36,6 +36,9 @@ Say = Callable[[str], None]
 Compare = Callable[[Sequence[float], Sequence[float]], Any]  # seconds of ours and of the other -> bench.Ratio
 TOLERANCE = 1e-4  # relative, of loss and gradient norm
 REFERENCE_SCALE = 1.05
+# Freed memory stays, for all, as our commands keep it (run/process.py); OpenMP's threads do not burn cores while they wait.
+ENVIRONMENT = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': '2147483647', 'MALLOC_TOP_PAD_': '67108864',
+               'OMP_WAIT_POLICY': 'PASSIVE'}  # fmt: skip
 
 
 class Disagreement(Exception):
@@ -166,9 +169,8 @@ class Worker:
     def __init__(self, name: str, setup: dict[str, Any]) -> None:
         self.name = name
         command = [sys.executable, '-m', 'experiments.bench_update', name]
-        # Where cores are shared, OpenMP's threads would burn them while they wait for each other.
-        env = {'OMP_WAIT_POLICY': 'PASSIVE', **os.environ}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+        self.process = subprocess.Popen(command, env={**ENVIRONMENT, **os.environ}, text=True, **pipes)
         self._tell(setup)
 
     def ask(self, what: str) -> Any:
@@ -289,8 +291,7 @@ def cpu_seconds() -> float:
 
 def peak_bytes() -> int:
     """The most memory that this process had so far."""
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
 def objective(setup: dict[str, Any]) -> tuple[Any, Any]:

@@ -2,7 +2,8 @@
 
 The initial solver without cards (base), the trained one without (Off) and with the final bank (On) answer the same held-out
 questions, greedily, once. Prints solve rates by class with 95% intervals and the paired differences, and writes
-RUN/evaluation.json. On the lab: 600 questions, some 45 seconds an arm on two cores. The bank is only read.
+RUN/evaluation.json. What is measured is the newest commit whose parts verify. On the lab: 600 questions, some 45 seconds an
+arm on two cores. The bank is only read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
@@ -32,6 +34,7 @@ from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.process import prepare
 from sesa_jax.selfplay import exam, setup
 from sesa_jax.selfplay.game import Game
+from sesa_jax.skills.bank import Bank, BankError
 
 QUESTION_SEED = 2  # the validation during a run draws with another one
 
@@ -52,6 +55,7 @@ def measure(game: Game, base: Params, solver: TrainState, step: int) -> Evaluati
         'method': run.method,
         'seed': run.seed,
         'question_seed': QUESTION_SEED,
+        'per_cell': run.evaluation.per_cell,
         'optimizer_steps': version,
         'bank_hash': game.host.state().chain_hash if run.skill_memory else '',
     }
@@ -62,24 +66,46 @@ def save(folder: RunFolder, result: EvaluationResult) -> None:
     write_atomic(folder.evaluation, json.dumps(result.to_json(), indent=1).encode())
 
 
+def newest_commit(folder: RunFolder) -> commit.Recovery:
+    """The newest commit of a run whose parts verify, and why newer ones cannot be used. Changes nothing."""
+
+    def problem(verify: Callable[..., Any], *arguments: Any) -> str | None:
+        try:
+            verify(*arguments)
+        except (ValueError, OSError, BankError) as error:
+            return str(error)
+        return None
+
+    return commit.newest_valid(
+        folder,
+        verify_checkpoint=lambda record: problem(checkpoint.verify, folder.checkpoints, record.step, record.checkpoint),
+        verify_bank=lambda record: problem(Bank.verify, folder.bank, record.bank_seq, record.bank_hash),
+    )
+
+
 def evaluate(path: pathlib.Path, per_cell: int | None = None) -> EvaluationResult:
-    """Evaluate the newest commit of a run. ConfigError where there is none."""
+    """Evaluate the newest commit of a run that is whole, and say which newer ones are not. ConfigError where none is."""
     with RunFolder.resume(path) as folder:
         run = config.from_json(folder.read_config())
         if per_cell is not None:
             run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, per_cell=per_cell))
             door.check(run)
-        steps = commit.recorded(folder)
-        if not steps:
-            raise ConfigError(f'{path} has no committed step to evaluate')
-        record = commit.read(folder, steps[-1])
+        recovery = newest_commit(folder)
+        for number, reason in recovery.skipped:
+            print(f'step {number} cannot be used: {reason}', file=sys.stderr)
+        record = recovery.record
+        if record is None:
+            raise ConfigError(f'{path} has no committed step to evaluate' + (' that is whole' * bool(recovery.skipped)))
+        if recovery.skipped:
+            print(f'measuring step {record.step}', file=sys.stderr)
         backbone = setup.load(run)
-        states = setup.initial_states(run, backbone)
-        states = checkpoint.restore(folder.checkpoints, record.step, states, record.checkpoint)
+        solver = dataclasses.replace(setup.abstract_states(run, backbone)['solver'], moments={})  # nobody reads them
+        wanted = {'solver': solver}
+        solver = checkpoint.restore(folder.checkpoints, record.step, wanted, record.checkpoint, part=True)['solver']
         with HostProcess.start(folder.path, config.to_json(run)) as process, HostClient(process) as host:
             host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash, readonly=True)
             game = setup.make_game(run, backbone, host)
-            result = measure(game, backbone.params, states['solver'], record.step)
+            result = measure(game, backbone.params, solver, record.step)
         save(folder, result)
     return result
 

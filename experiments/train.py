@@ -41,7 +41,7 @@ from sesa_jax.run.distributed import first, shared
 from sesa_jax.run.files import write_atomic
 from sesa_jax.run.folder import RunFolder
 from sesa_jax.run.metrics import MetricsLog, Reporter
-from sesa_jax.run.process import prepare
+from sesa_jax.run.process import prepare, repeat_bits
 from sesa_jax.run.questions import question_row, write_questions
 from sesa_jax.selfplay import bootstrap, exam, setup
 from sesa_jax.selfplay.challenger import ReusePool
@@ -49,7 +49,7 @@ from sesa_jax.selfplay.game import Game, check_room
 from sesa_jax.selfplay.setup import Backbone
 from sesa_jax.selfplay.step import Ledger, States, step
 from sesa_jax.skills import consolidate, priming
-from sesa_jax.skills.bank import Bank, BankError
+from sesa_jax.skills.card import DraftCard
 
 
 def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -> int:
@@ -64,6 +64,7 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
         references = dict.fromkeys(setup.roles(run), backbone.params)
         validation = game.world.questions('held_out', run.evaluation.validate_per_cell, seed=1)
         log = first(lambda: stack.enter_context(contextlib.closing(MetricsLog(folder))))
+        number = done
         for number in range(done + 1, run.steps + 1):
             host.snapshot(version=number - 1)
             states, ledger = step(game, states, references, pool, number, laps)
@@ -88,7 +89,7 @@ def train(run: Run, folder: RunFolder, backbone: Backbone, reporter: Reporter) -
                 reporter.say(f'stopped at the end of step {number}; go on with --run-dir {folder.path} --resume')
                 return 128 + received
         if run.report:
-            explain(game, folder, states, backbone, run.steps, reporter)
+            explain(game, folder, states, backbone, number, reporter)
     return 0
 
 
@@ -107,31 +108,34 @@ def begin_or_recover(
     run: Run, folder: RunFolder, game: Game, backbone: Backbone, reporter: Reporter
 ) -> tuple[States, ReusePool, int]:
     """(states, reuse pool, steps done): from the newest commit whose parts verify, or from the beginning."""
-    states: States = setup.initial_states(run, backbone)
     reporter.say(game.engine.summary)
-    if run.rollout.ahead:
-        game.engine.warm_up(game.deployed(states['solver'].params))
     found = shared(recover, folder, backbone, reporter)
     if found is None:
+        states: States = setup.initial_states(run, backbone)
+        warm_up(run, game, states)
         begin(run, folder, game, states)
         return states, ReusePool(), 0
     record = commit.CommitRecord(**found)
     game.host.open_bank(at_seq=record.bank_seq, chain_hash=record.bank_hash)
-    check_room(run, game.tokenizer, [card.shown() for card in game.host.cards()])
-    states = checkpoint.restore(folder.checkpoints, record.step, dict(states), record.checkpoint)
+    check_known(run, game, ())  # of the cards that the bank has by now, a prompt takes as many as it has room for
+    wanted = setup.abstract_states(run, backbone)  # no arrays: a machine may have no room for two of each
+    states = checkpoint.restore(folder.checkpoints, record.step, wanted, record.checkpoint)
+    warm_up(run, game, states)
     game.host.take_calls()
     reporter.say(f'going on behind step {record.step}')
     return states, ReusePool(tuple(problem_from_json(p) for p in record.extra['pool'])), record.step
 
 
+def warm_up(run: Run, game: Game, states: States) -> None:
+    """Compile the programs of the rollouts, where the run asks for that."""
+    if run.rollout.ahead:
+        game.engine.warm_up(game.deployed(states['solver'].params))
+
+
 def recover(folder: RunFolder, backbone: Backbone, reporter: Reporter) -> dict[str, Any] | None:
     """The fields of the newest commit whose parts verify; what came after it is removed. None: there is no commit."""
     write_atomic(folder.tokenizer, (backbone.folder / 'tokenizer.json').read_bytes())  # the report reads ids with it
-    recovery = commit.newest_valid(
-        folder,
-        verify_checkpoint=lambda record: _problem(checkpoint.verify, folder.checkpoints, record.step, record.checkpoint),
-        verify_bank=lambda record: _problem(Bank.verify, folder.bank, record.bank_seq, record.bank_hash),
-    )
+    recovery = evaluate.newest_commit(folder)
     for number, reason in recovery.skipped:
         reporter.say(f'step {number} cannot be used and is dropped: {reason}')
     record = recovery.record
@@ -143,21 +147,20 @@ def recover(folder: RunFolder, backbone: Backbone, reporter: Reporter) -> dict[s
 
 def begin(run: Run, folder: RunFolder, game: Game, states: States) -> None:
     """Fill the bank, and commit step 0, so that a run that is killed in step 1 does not mine its cards again."""
+    check_known(run, game, priming.handwritten() if run.memory_priming else ())
     written, mined = bootstrap.seed_cards(game, {role: state.params for role, state in states.items()})
-    questions = [question.text for question in game.training_questions]
-    check_room(run, game.tokenizer, [card.shown() for card in [*written, *mined]], questions)
     game.host.create_bank([*written, *mined])
     game.host.take_calls()
     digest = checkpoint.save(folder.checkpoints, 0, dict(states))
     first(acknowledge, folder, game.host.state(), 0, digest, 0, ReusePool(), run.keep_checkpoints)
 
 
-def _problem(verify: Any, *arguments: Any) -> str | None:
-    try:
-        verify(*arguments)
-    except (ValueError, OSError, BankError) as error:
-        return str(error)
-    return None
+def check_known(run: Run, game: Game, cards: Sequence[DraftCard]) -> None:
+    """ConfigError unless every question and target that is known before play fits into its prompt."""
+    parts = (run.evaluation.validate_per_cell, 1), (run.evaluation.per_cell, evaluate.QUESTION_SEED)
+    held_out = [question for size, seed in parts for question in game.world.questions('held_out', size, seed=seed)]
+    questions = [question.text for question in [*game.training_questions, *held_out]]
+    check_room(run, game.tokenizer, [card.shown() for card in cards], questions, bootstrap.targets(run, game.world))
 
 
 # --- one boundary ----------------------------------------------------------------------------------------------------
@@ -299,9 +302,16 @@ def open_run(run: Run, saved: Run | None) -> tuple[Run, RunFolder, Backbone]:
         distributed.agree(0, saved is None, 'choice of --resume')
     if saved is not None:
         folder = first(RunFolder.resume, run.run_dir) or RunFolder.read(run.run_dir)
-        door.refuse_changes(run, saved)
-        worlds.build(run)  # refuses files that changed
-        return run, folder, setup.load(run)
+        with contextlib.ExitStack() as refused:
+            refused.callback(folder.close)
+            done = shared(lambda: max(commit.recorded(folder), default=0))
+            door.refuse_changes(run, saved, done)
+            worlds.build(run)  # refuses files that changed
+            backbone = setup.load(run)
+            if run.steps != saved.steps:  # the new length stays, for whoever resumes it without the flag
+                first(folder.change_config, config.to_json(dataclasses.replace(saved, steps=run.steps)))
+            refused.pop_all()
+        return run, folder, backbone
     backbone = setup.load(run)  # refuses a bad model before the folder is made
     if run.memory_priming:
         check_room(run, backbone.tokenizer, [card.shown() for card in priming.handwritten()])
@@ -319,6 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if resumed := command.folder_to_resume(arguments):
             saved = config.from_json(RunFolder.read(resumed, 'nothing to resume: ').read_config())
         run, cluster = command.from_cluster_command_line(arguments, __doc__, saved)
+        if run.rollout.deterministic:
+            repeat_bits()
         with distributed.joined(cluster):
             run, folder, backbone = open_run(run, saved)
             console = None if distributed.is_first() else Console(quiet=True, force_terminal=False)

@@ -158,15 +158,18 @@ def teach(recipe: Any, parts: tuple[Any, Callable, Callable, Callable], begin: i
         remove(checkpoints)
 
 
-def newest(checkpoints: pathlib.Path, state: Any) -> tuple[Any, int]:
-    """(state, step) of the newest checkpoint that is whole; what is not is removed. The given state and 0 for none."""
+def newest(checkpoints: pathlib.Path, abstract: Any) -> tuple[Any, int]:
+    """(state, step) of the newest checkpoint that is whole; what is not is removed. (None, 0) for none.
+
+    abstract: of the state, without arrays, so that the machine needs no room for two.
+    """
     for step in reversed(checkpoint.steps(checkpoints)):
         try:
-            return checkpoint.restore(checkpoints, step, state), step
+            return checkpoint.restore(checkpoints, step, abstract), step
         except checkpoint.CheckpointError as error:
             print(f'{error}; going on from an older one', file=sys.stderr)
             remove(checkpoint.directory(checkpoints, step))
-    return state, 0
+    return None, 0
 
 
 class Teller:
@@ -218,18 +221,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if checkpoints.exists() != recipe.resume:
             what = 'nothing to resume: it has no' if recipe.resume else 'go on with --resume, or remove its'
             raise ConfigError(f'{recipe.out}: {what} checkpoints')
+        if recipe.resume and not plan.is_file():
+            raise ConfigError(f'{plan} is missing, so nobody knows its flags; remove {checkpoints}, or begin elsewhere')
         if recipe.resume and plan.read_bytes() != written:
             raise ConfigError(f'{plan}: its warm start had other flags; repeat them, or begin in another folder')
         is_lab = isinstance(recipe, warm_start_lab.Recipe)
-        parts = warm_start_lab.prepare(recipe) if is_lab else prepare_text(recipe)
+        prepared = warm_start_lab.prepare if is_lab else prepare_text
+        state, *others = prepared(recipe)
         begin = 0
         if recipe.resume:
-            state, begin = newest(checkpoints, parts[0])
-            parts = (state, *parts[1:])
+            state = checkpoint.abstract(state)  # the arrays go before those of the checkpoint come
+            state, begin = newest(checkpoints, state)
+            if not begin:
+                state, *others = prepared(recipe)
         else:
-            checkpoints.mkdir(parents=True)
+            recipe.out.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, written)
-        teach(recipe, parts, begin, checkpoints)
+            checkpoints.mkdir()  # last: where it is, there is a plan
+        teach(recipe, (state, *others), begin, checkpoints)
     except (ConfigError, checkpoint.CheckpointError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

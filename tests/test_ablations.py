@@ -132,12 +132,26 @@ def test_freeze_challenger_leaves_its_state_bitwise_alone(default, tmp_path):
 
 
 def test_freeze_bank_lets_nothing_in_or_out_but_counts(tmp_path):
-    played = runs.play(tmp_path / 'run', '--freeze-bank', *OFTEN, steps=3)
-    assert [row['bank']['consolidation'] for row in played.metrics] == [None] * 3
-    with played.bank() as bank:
-        assert len(bank.active()) == 15
-        assert sum(card.retrieved for card in bank.cards()) > 0
-        assert sum(card.helpful + card.hurt for card in bank.cards()) > 0
+    """With mined cards that can be evicted, of which one does harm: without the flag it leaves, and others come."""
+    mined = ('--bank.no-mined-are-seeds', '--bank.bootstrap-steps', '2', '--bank.capacity', '17', *OFTEN)
+
+    def is_harmful(card):
+        return not card.is_seed and card.retrieved >= 3 and card.score < 0
+
+    free = runs.play(tmp_path / 'free', *mined, steps=3)
+    with free.bank() as bank:
+        assert any(card.evicted_step > 0 for card in bank.cards())
+        assert any(card.born_step > 0 for card in bank.cards())
+        assert not any(map(is_harmful, bank.active()))
+        ids = [card.id for card in bank.cards() if card.born_step == 0]
+    assert len(ids) > 15
+    frozen = runs.play(tmp_path / 'frozen', *mined, '--freeze-bank', steps=3)
+    assert [row['bank']['consolidation'] for row in frozen.metrics] == [None] * 3
+    assert [row['bank']['evicted_now'] for row in frozen.metrics] == [{}] * 3
+    with frozen.bank() as bank:
+        assert [card.id for card in bank.active()] == [card.id for card in bank.cards()] == ids
+        assert any(map(is_harmful, bank.active()))
+        assert sum(card.helpful for card in bank.cards()) > 0
 
 
 def canaries(monkeypatch):
@@ -166,7 +180,14 @@ def test_challenger_sees_skills_is_the_leak(tmp_path, monkeypatch):
 
 
 def test_reused_problems_teach_the_challenger_nothing(default):
-    reused = [row for step in range(2, 6) for row in default.questions(step) if row['reused']]
-    assert all(row['challenger_row'] == -1 for row in reused)
-    earlier = {row['question'] for step in range(1, 5) for row in default.questions(step)}
-    assert all(row['question'] in earlier for row in reused)
+    earlier, worth = set(), []
+    for step in range(1, 6):
+        rows = default.questions(step)
+        for row in (row for row in rows if row['reused']):
+            assert row['challenger_row'] == -1
+            assert row['question'] in earlier
+            worth.append(frontier_reward(np.mean([outcome['kind'] == 'correct' for outcome in row['outcomes']])))
+        reward = default.metrics[step - 1]['challenger']['reward_mean']
+        assert reward == pytest.approx(rewards_of(default, step, frontier_reward))  # of the new ones alone
+        earlier |= {row['question'] for row in rows if not row['reused']}
+    assert max(worth) > 0  # paid to the challenger, it would have been seen

@@ -5,6 +5,7 @@ import pytest
 from sesa_jax import command, config, door
 from sesa_jax.command import from_command_line
 from sesa_jax.config import ConfigError, Run
+from sesa_jax.policy import backbones
 
 
 def test_without_flags_is_the_lab():
@@ -90,12 +91,41 @@ def test_unknown_flag_names_the_nearest(capsys):
         (['--challenger.advantage', 'reinforce++-baseline'], 'take batch or raw'),
         (['--grpo.clip-low', '-0.1'], '--grpo.clip-low is -0.1'),
         (['--grpo.clip-dual', '0.5'], '--grpo.clip-dual is 0.5'),
+        (['--lengths.prompt', '4097', '--lengths.response', '8192'], 'make rows of up to 12289 tokens, but the longest row'),
+        (['--solver.temperature', '0'], '--solver.temperature is 0, but rows sampled greedily cannot be trained on'),
+        (['--challenger.temperature', '0'], 'give a number above 0, or --freeze-challenger'),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_flag(flags, named):
     with pytest.raises(ConfigError) as error:
         from_command_line(flags)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        ['--lengths.prompt', '4096', '--lengths.response', '8192'],
+        ['--challenger.temperature', '0', '--freeze-challenger'],
+        ['--challenger.temperature', '0', '--method', 'skillrl'],
+    ],
+)
+def test_rows_that_are_just_trained_on_or_never_are_not_refused(flags):
+    from_command_line(flags)
+
+
+def test_every_preset_passes_the_door():
+    for model in backbones.BACKBONES:
+        for size in ('paper', 'small'):
+            for method in config.METHODS:
+                run = from_command_line(['--model', model, '--size', size, '--method', method])
+                assert (run.model, run.size, run.method) == (model, size, method)
+
+
+def test_the_digest_of_the_base_is_no_flag(capsys):
+    with pytest.raises(SystemExit):
+        from_command_line(['--base', '0' * 64])
+    assert '--base' in capsys.readouterr().err
 
 
 def test_the_objective_is_made_of_flags():
@@ -125,6 +155,14 @@ def test_resume_refuses_another_seed():
     run = from_command_line(['--run-dir', 'a', '--resume', '--seed', '8'], saved=saved)
     with pytest.raises(ConfigError, match='seed is 8 here, but 7'):
         door.refuse_changes(run, saved)
+
+
+def test_resume_refuses_an_end_before_what_is_done():
+    saved = from_command_line(['--steps', '40', '--run-dir', 'a'])
+    run = from_command_line(['--run-dir', 'a', '--resume'], saved=saved)
+    door.refuse_changes(run, saved, done=40)
+    with pytest.raises(ConfigError, match='steps is 40, but a has done 50; give --steps 50 to measure it as it is, or more'):
+        door.refuse_changes(run, saved, done=50)
 
 
 def test_difference_is_by_dotted_field():

@@ -1,8 +1,5 @@
 """A run of adapters from the door to the exported folder, with the packaged policy and without play."""
 
-import dataclasses
-import shutil
-
 import jax
 import numpy as np
 import pytest
@@ -81,30 +78,6 @@ def test_the_exported_folder_computes_what_base_and_adapters_do(run, backbone, t
     ours, base = logits(lora.applied(backbone.params, adapters)), logits(backbone.params)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     assert np.abs(np.asarray(base) - theirs).max() > 0.1
-
-
-def test_another_base_is_refused(run, tmp_path):
-    """A model folder one of whose weights has changed, wherever a run of adapters is taken up again."""
-    other = shutil.copytree(TINY, tmp_path / 'other')
-    setup.refuse_other_base(run, other)
-    arch, params = hf.load_architecture(other), hf.load_params(other, hf.load_architecture(other))
-    params['embed'] = params['embed'].at[3, 5].add(1e-3)
-    hf.save(other, arch, params, hf.load_config(other), other)
-    again = dataclasses.replace(run, model=str(other))
-    with pytest.raises(ConfigError, match='is not the base that this run began with'):
-        setup.load(again)
-    path = tmp_path / 'run'
-    with RunFolder.create(path, config.to_json(again)) as folder:
-        folder.tokenizer.write_bytes((TINY / 'tokenizer.json').read_bytes())
-        digest = checkpoint.save(folder.checkpoints, 1, {'solver': np.zeros(1)})
-        commit.write(folder, commit.CommitRecord(1, digest, 0, '', '', 0))
-    with pytest.raises(ConfigError, match='is not the base that this run began with'):
-        export.export(path, 'solver', tmp_path / 'm')
-
-
-def test_without_adapters_no_base_is_named():
-    run = from_command_line([])
-    assert run.lora == config.Lora() and setup.pin(run, TINY) is run
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, resumed, damaged, refused or spread over eight devices."""
 
+import json
 import os
 import pathlib
 import random
@@ -7,12 +8,13 @@ import shutil
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 import runs
 
-from experiments import train
-from sesa_jax.run import checkpoint
+from experiments import evaluate, train
+from sesa_jax.run import checkpoint, commit
 
 STEPS = int(os.environ.get('SESA_TEST_STEPS', '5'))
 KILLS = int(os.environ.get('SESA_TEST_KILLS', '3'))
@@ -85,6 +87,61 @@ def test_resumed_with_more_steps_and_with_states_in_host_memory_it_ends_with_the
     assert_same_bits(offloaded, whole)
 
 
+def test_a_longer_run_that_is_killed_goes_on_to_its_new_end(tmp_path, monkeypatch, capsys):
+    """From 1 step to 3, killed in the third, then resumed without --steps."""
+    path = tmp_path / 'run'
+    runs.play(path, steps=1)
+    step, explained = train.step, []
+
+    class Killed(BaseException):
+        pass
+
+    def dies(game, states, references, pool, number, laps):
+        if number == 3:
+            raise Killed
+        return step(game, states, references, pool, number, laps)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train, 'step', dies)
+        train.main(['--run-dir', str(path), '--resume', '--steps', '3'])
+    assert len(runs.Played(path).metrics) == 2
+    before = {file: file.read_bytes() for file in path.rglob('*') if file.is_file()}
+    code, error = refused(capsys, '--run-dir', str(path), '--resume', '--steps', '1')
+    assert code == 2 and f'steps is 1, but {path} has done 2' in error
+    assert {file: file.read_bytes() for file in path.rglob('*') if file.is_file()} == before
+
+    monkeypatch.setattr(train, 'explain', lambda *arguments: explained.append(arguments[4]))
+    assert train.main(['--run-dir', str(path), '--resume', '--report']) == 0
+    played = runs.Played(path)
+    assert (played.run.steps, len(played.metrics), played.record(3)['step'], explained) == (3, 3, 3, [3])
+    assert not played.run.report  # of what a resumed run may change the length alone stays
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_resumed_run_has_no_other_states_in_memory_while_it_reads_its_own(whole, tmp_path, monkeypatch):
+    path = shutil.copytree(whole.folder.path, tmp_path / 'run')
+    begin, restore, found = train.begin_or_recover, checkpoint.restore, []
+
+    def recovers(*arguments):
+        found.append(live_bytes())
+        return begin(*arguments)
+
+    def reads(*arguments):
+        found.append(live_bytes())
+        states = restore(*arguments)
+        found.append(live_bytes())
+        return states
+
+    monkeypatch.setattr(train, 'begin_or_recover', recovers)
+    monkeypatch.setattr(checkpoint, 'restore', reads)
+    assert train.main(['--run-dir', str(path), '--resume']) == 0
+    reading, read = (size - found[0] for size in found[1:])
+    assert reading < 1e6 < 20e6 < read  # two roles, three times 3.7 MB
+
+
 def flip(file, place):
     data = bytearray(file.read_bytes())
     data[place] ^= 1
@@ -133,15 +190,27 @@ def test_a_signal_ends_the_run_at_a_boundary(number, expected, tmp_path):
 
 
 def test_evaluation_changes_nothing_in_the_bank(whole, tmp_path):
-    from experiments import evaluate
-
     played = runs.Played(shutil.copytree(whole.folder.path, tmp_path / 'run'))
     with played.bank() as bank:
         before = bank.dump()
     result = evaluate.evaluate(played.folder.path, per_cell=2)
     assert result.rates['on']['total'].n == 12
+    assert result.facts['per_cell'] == json.loads(played.folder.evaluation.read_text())['facts']['per_cell'] == 2
     with played.bank() as bank:
         assert bank.dump() == before
+
+
+def test_a_damaged_checkpoint_is_not_measured_but_the_one_before(whole, tmp_path, capsys):
+    played = runs.Played(shutil.copytree(whole.folder.path, tmp_path / 'run'))
+    place = checkpoint.directory(played.folder.checkpoints, STEPS)
+    largest = max((f for f in place.rglob('*') if f.is_file()), key=lambda f: f.stat().st_size)
+    flip(largest, largest.stat().st_size // 2)
+    before = commit.recorded(played.folder), checkpoint.steps(played.folder.checkpoints)
+    assert evaluate.main([str(played.folder.path), '--per-cell', '1']) == 0
+    said = capsys.readouterr().err
+    assert f'step {STEPS} cannot be used' in said and f'measuring step {STEPS - 1}' in said
+    assert json.loads(played.folder.evaluation.read_text())['step'] == STEPS - 1
+    assert (commit.recorded(played.folder), checkpoint.steps(played.folder.checkpoints)) == before
 
 
 @pytest.mark.devices

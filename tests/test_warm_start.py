@@ -1,10 +1,13 @@
 """The warm start: the lab's stream is the one that made `tiny`, real demonstrations really search, and a kill costs nothing."""
 
+import gc
 import hashlib
 import itertools
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from assets import needs_wiki
@@ -16,6 +19,7 @@ from sesa_jax.host import judge
 from sesa_jax.policy.tokenizer import Tokenizer
 from sesa_jax.records import Search, Target, Trajectory, Turn
 from sesa_jax.rollout.episode import parse_turn
+from sesa_jax.run import checkpoint
 from sesa_jax.selfplay import checks
 from sesa_jax.worlds import demonstrations, wiki
 from sesa_jax.worlds.naming import names_one_of
@@ -116,6 +120,10 @@ def test_a_demonstration_is_learned_where_the_policy_acts(shown):
         assert learned == ''.join(text for kind, text in demonstration.segments if kind in ('think', 'act'))
 
 
+class Killed(BaseException):
+    pass
+
+
 COURSES = {
     'wiki': ('--model', 'tiny', '--world', 'wiki', '--rows', '2', '--documents', '1', '--observation', '128',
              '--learning-rate', '1e-3', '--warmup', '1', '--tokens', '2048'),
@@ -134,9 +142,6 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(course, tmp_path, monkey
     before, after = ((folder / 'model.safetensors').read_bytes() for folder in (TINY, whole))
     assert len(before) == len(after) and before != after
 
-    class Killed(BaseException):
-        pass
-
     tell = warm_start.Teller.step
 
     def dies(teller, step, *arguments, **options):
@@ -152,6 +157,70 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(course, tmp_path, monkey
     assert warm_start.main([*flags, '--seed', '3', '--resume', str(broken)]) == 2  # another stream
     assert warm_start.main([*flags, '--resume', str(broken)]) == 0
     assert (broken / 'model.safetensors').read_bytes() == after
+
+
+SIZE = 100_003  # of an array that no other test has
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """In place of a policy, an array to which every step adds 1; what was exported."""
+    exported = []
+
+    def prepare(recipe):
+        update = lambda state, batch: ({'x': state['x'] + 1}, {'loss': 0.0})  # noqa: E731
+        export = lambda state: exported.append(float(state['x'][0]))  # noqa: E731
+        return {'x': jnp.zeros(SIZE)}, lambda done: itertools.count(done + 1), update, export
+
+    monkeypatch.setattr(warm_start_lab, 'prepare', prepare)
+    return exported
+
+
+def dies(*_, **__):
+    raise Killed
+
+
+@pytest.mark.parametrize('is_written', [False, True])
+def test_killed_while_it_writes_its_plan_it_can_begin_again(counting, tmp_path, monkeypatch, is_written):
+    write = warm_start.write_atomic
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(warm_start, 'write_atomic', lambda *arguments: (is_written and write(*arguments), dies()))
+        warm_start.main(['--steps', '2', str(tmp_path / 'a')])
+    assert warm_start.main(['--steps', '2', str(tmp_path / 'a')]) == 0
+    assert counting == [2.0]
+
+
+def test_killed_before_its_first_checkpoint_it_is_resumed_from_the_beginning(counting, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(warm_start, 'teach', dies)
+        warm_start.main(['--steps', '2', str(tmp_path / 'a')])
+    assert warm_start.main(['--steps', '2', '--resume', str(tmp_path / 'a')]) == 0
+    assert counting == [2.0]
+
+
+def test_checkpoints_without_a_plan_are_refused(tmp_path, capsys):
+    (tmp_path / 'checkpoints').mkdir()
+    assert warm_start.main(['--resume', str(tmp_path)]) == 2
+    assert f'warm_start.json is missing, so nobody knows its flags; remove {tmp_path}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('is_damaged', [False, True])
+def test_while_a_checkpoint_is_read_no_other_state_is_in_memory(counting, tmp_path, monkeypatch, is_damaged):
+    flags, there = ['--steps', '3', str(tmp_path)], []
+    assert warm_start.main(['--stop', '2', *flags]) == 0
+    if is_damaged:
+        (tmp_path / 'checkpoints' / '00002' / 'manifest.json').write_text('{}')
+    restore = checkpoint.restore
+
+    def count():
+        there.append(sum(array.shape == (SIZE,) for array in jax.live_arrays()))
+
+    monkeypatch.setattr(checkpoint, 'restore', lambda *arguments: (count(), restore(*arguments))[1])
+    gc.collect()
+    count()
+    assert warm_start.main(['--resume', *flags]) == 0
+    assert len(there) == 2 and there[0] == there[1]
+    assert counting == [2.0, 3.0]
 
 
 def test_nothing_to_resume_is_said(tmp_path, capsys):

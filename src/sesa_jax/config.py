@@ -75,8 +75,6 @@ class Lora:
     """Adapters count alpha / rank times."""
     projections: tuple[Projection, ...] = typing.get_args(Projection)
     """The matrices of each layer that have one."""
-    base: tyro.conf.Suppress[str] = ''
-    """SHA-256 of the frozen weights, written when a run begins; a resumed run refuses others."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +255,9 @@ class Run:
     evaluation: Evaluation = field(default_factory=Evaluation)
     world: World = field(default_factory=World)
 
+    base: tyro.conf.Suppress[str] = ''
+    """SHA-256 of the model that both policies start from, written when a run begins; a resumed run refuses another."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run, with the reason and the way out."""
@@ -355,7 +356,8 @@ def from_json(data: Mapping[str, Any]) -> Run:
 
 def difference(run: Run, other: Run | None = None) -> dict[str, tuple[Any, Any]]:
     """Dotted field -> (value here, value in `other`, by default the paper's `Run()`), where they differ."""
-    ours, theirs = flat(to_json(run)), flat(to_json(other or Run()))
+    other = other or Run(base=run.base)  # the paper names no digest
+    ours, theirs = flat(to_json(run)), flat(to_json(other))
     return {name: (value, theirs[name]) for name, value in ours.items() if value != theirs[name]}
 
 

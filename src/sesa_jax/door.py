@@ -6,13 +6,20 @@ from dataclasses import replace
 
 from sesa_jax import config
 from sesa_jax.config import ConfigError, Run
+from sesa_jax.grpo.microbatch import LENGTHS
 
 
-def refuse_changes(run: Run, saved: Run) -> None:
-    """ConfigError unless a resumed run differs from what was saved in its length and what it ends with alone."""
+def refuse_changes(run: Run, saved: Run, done: int = 0) -> None:
+    """ConfigError unless a resumed run differs from what was saved in its length and what it ends with alone, and does
+    not end before the last of the steps that are `done`."""
     free = {'steps': run.steps, 'run_dir': run.run_dir, 'resume': run.resume, 'report': run.report}
     for name, (ours, theirs) in config.difference(run, replace(saved, **free)).items():
         raise ConfigError(f'--resume: {name} is {ours!r} here, but {theirs!r} in {run.run_dir}; leave the flag out')
+    if run.steps < done:
+        raise ConfigError(
+            f'--resume: steps is {run.steps}, but {run.run_dir} has done {done}; give --steps {done} to measure it as it '
+            'is, or more to go on'
+        )
 
 
 AT_LEAST_ONE = (
@@ -49,6 +56,7 @@ def check(run: Run) -> None:
                 f'--{role}.advantage {kind} compares the rows of a group, but a group of the {role} has one; '
                 'take batch or raw'
             )
+    _check_rows(run)
     if run.bank.commit_lag >= run.bank.every:
         raise ConfigError(
             f'--bank.commit-lag {run.bank.commit_lag} is not shorter than --bank.every {run.bank.every}: '
@@ -74,6 +82,25 @@ def check(run: Run) -> None:
         raise ConfigError('--lora.alpha and --lora.projections do nothing without --lora.rank')
     if run.resume and not run.run_dir:
         raise ConfigError('--resume needs --run-dir, the folder of the run to go on with')
+
+
+def _check_rows(run: Run) -> None:
+    """Raises ConfigError for rows that the learner could not train on."""
+    longest = run.lengths.prompt + run.lengths.response
+    if longest > LENGTHS[-1]:
+        raise ConfigError(
+            f'--lengths.prompt {run.lengths.prompt} and --lengths.response {run.lengths.response} make rows of up to '
+            f'{longest} tokens, but the longest row that can be trained on has {LENGTHS[-1]}; lower one of them'
+        )
+    learning = {'solver': run.solver, 'challenger': run.challenger}
+    if not run.self_play or run.freeze_challenger:
+        del learning['challenger']
+    for role, options in learning.items():
+        if options.temperature == 0:
+            raise ConfigError(
+                f'--{role}.temperature is 0, but rows sampled greedily cannot be trained on; give a number above 0'
+                + (', or --freeze-challenger' if role == 'challenger' else '')
+            )
 
 
 def _check_world(run: Run) -> None:

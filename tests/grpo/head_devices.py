@@ -18,8 +18,6 @@ from sesa_jax.policy import sharding, transformer
 from sesa_jax.policy.arch import abstract
 from sesa_jax.run import plan
 
-# Only the head is of interest, and layers compile slowly: a model without them.
-transformer.hidden = lambda params, arch, ids, lengths, **_: params['embed'][ids] * params['final_norm']
 TOKENS = 20
 
 
@@ -61,6 +59,8 @@ def largest(tree):
 
 
 def main():
+    # Only the head is of interest, and layers compile slowly: a model without them.
+    transformer.hidden = lambda params, arch, ids, lengths, **_: params['embed'][ids] * params['final_norm']
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, TOKENS + 1, 8).astype(np.int32)
     inside = np.arange(TOKENS) < lengths[:, None]

@@ -8,15 +8,20 @@ import sys
 import pytest
 from devices import fake_devices
 
-SCRIPT = pathlib.Path(__file__).parent / 'head_devices.py'
+FOLDER = pathlib.Path(__file__).parent
 CASES = {'tied': ([32, 16], [32, 2]), 'untied': ([16, 32], [2, 32])}
+
+
+def seen_by(script):
+    command = [sys.executable, FOLDER / script]
+    done = subprocess.run(command, env=fake_devices(8), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
 def seen():
-    done = subprocess.run([sys.executable, SCRIPT], env=fake_devices(8), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return seen_by('head_devices.py')
 
 
 @pytest.mark.devices
@@ -43,3 +48,16 @@ def test_the_head_travels_once_each_way_and_not_in_the_loop(seen, name):
 def test_a_head_that_cannot_be_split_is_never_gathered(seen):
     assert {name for name, *_ in seen['whole']['collectives']} == {'all-reduce'}
     assert all(is_outside for _, is_outside, *_ in seen['whole']['collectives'])
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+def test_an_update_of_qwen3_8b_gathers_its_head_once_and_sends_its_gradient_once():
+    """Twelve chunks a device; with a KL term the reference gathers its own head. Embeddings [V, D] never travel whole."""
+    seen = seen_by('qwen3_devices.py')
+    assert (seen['devices'], seen['micro_batch'], seen['layers']) == (8, [8, 12288], 36)
+    gather = ['all-gather', True, 'f32', [4096, 151936]]  # bfloat16, widened by XLA:CPU
+    scatter = ['reduce-scatter', True, 'f32', [512, 151936]]
+    for name, expected in (('plain', [gather, scatter]), ('with a KL term', [gather, gather, scatter])):
+        assert sorted(seen[name]['vocabulary']) == expected, name
+        assert sorted(seen[name]['head']) == [kind for kind, *_ in expected], name

@@ -66,6 +66,34 @@ def test_answers_and_questions_are_judged_in_order(host):
     assert host.verify(questions) == [Verification('accept'), Verification('reject', 'target-not-in-materials')]
 
 
+def test_a_step_of_whole_documents_is_verified_and_judged_in_slices_and_in_order(host, monkeypatch):
+    sent = []
+    post = HostClient._post
+
+    async def watched(self, session, name, raw):
+        sent.append((name, len(raw)))
+        return await post(self, session, name, raw)
+
+    monkeypatch.setattr(HostClient, '_post', watched)
+    monkeypatch.setattr(client_module, 'SLICE_CHARACTERS', 3000)
+    target, own = Target('Orin'), ('Velmar: Velmar was founded by Orin.',)
+    items = [VerifyItem('Who founded Velmar?', target, own * (i % 3 > 0), ('\u00e9' * 1000,), i) for i in range(7)]
+    items += [VerifyItem('Who founded Velmar?', target, own, ('\u00e9' * 9000,), 0)]  # more than a slice by itself
+    host.take_calls()
+    assert [v.outcome for v in host.verify(items)] == ['reject', 'accept', 'accept'] * 2 + ['reject', 'accept']
+    assert host.take_calls() == {'verification': 8}
+    assert [name for name, _ in sent] == ['verify'] * 5
+    assert max(size for _, size in sent[:-1]) < 6000  # two bytes a character, not the six of an escape
+    answers = [JudgeItem('q', f'{"x" * 1000} {i}', (f'{"x" * 1000} {i % 2}',)) for i in range(4)]
+    assert host.judge(answers) == ['correct', 'correct', 'wrong', 'wrong']
+    assert host.verify([]) == host.judge([]) == []
+
+
+def test_half_a_surrogate_pair_is_refused(host):
+    with pytest.raises(HostRefusal, match='search: the request is not JSON'):
+        host.search(['\ud800'], 1)
+
+
 def test_calls_are_counted_by_purpose_and_once(host, title):
     host.take_calls()
     host.search([title, 'b'], 2)

@@ -119,17 +119,36 @@ def test_a_missing_run_folder_is_an_error_that_names_it(tmp_path, run_data):
         HostProcess.start(tmp_path / 'nowhere', run_data)
 
 
-def test_a_child_that_dies_at_once_is_reported_with_the_last_lines_of_its_log(tmp_path, run_data, monkeypatch):
+def shadowed(tmp_path, monkeypatch, code):
+    """Lets a host process run some code before it starts."""
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'shadow'))
     (tmp_path / 'shadow').mkdir()
-    (tmp_path / 'shadow' / 'aiohttp.py').write_text('raise SystemError("aiohttp is broken here")')
+    (tmp_path / 'shadow' / 'aiohttp.py').write_text(code)
+
+
+def test_a_child_that_dies_at_once_is_reported_with_the_last_lines_of_its_log(tmp_path, run_data, monkeypatch):
+    shadowed(tmp_path, monkeypatch, 'raise SystemError("aiohttp is broken here")')
     with pytest.raises(HostStartError, match=r'ended with exit code 1 .*aiohttp is broken here'):
         HostProcess.start(tmp_path, run_data)
 
 
-def test_a_child_that_says_nothing_is_given_up(tmp_path, run_data):
-    with pytest.raises(HostStartError, match='no answer within 0 s'):
-        HostProcess.start(tmp_path, run_data, start_seconds=0.01)
+def test_a_child_that_hangs_is_given_up(tmp_path, run_data, monkeypatch):
+    shadowed(tmp_path, monkeypatch, 'import time; time.sleep(60)')
+    monkeypatch.setattr(process_module, 'LOOK_SECONDS', 0.2)
+    with pytest.raises(HostStartError, match='no answer, and no work for 1 s'):
+        HostProcess.start(tmp_path, run_data, start_seconds=1.0)
+
+
+def test_a_child_that_works_has_all_the_time_that_it_needs_and_the_person_is_told(
+    tmp_path, run_data, monkeypatch, capsys
+):
+    work = 'import time\nwhile time.process_time() < 2.5: pass\nraise SystemError("indexed for a while")'
+    shadowed(tmp_path, monkeypatch, work)
+    monkeypatch.setattr(process_module, 'LOOK_SECONDS', 0.2)
+    monkeypatch.setattr(process_module, 'TELL_SECONDS', 1.0)
+    with pytest.raises(HostStartError, match=r'ended with exit code 1 .*indexed for a while'):
+        HostProcess.start(tmp_path, run_data, start_seconds=1.0)
+    assert 'the host process still indexes its corpus, for 1 s now' in capsys.readouterr().err
 
 
 def test_a_run_folder_that_another_host_process_serves_is_refused(tmp_path, run_data):

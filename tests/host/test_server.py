@@ -5,11 +5,13 @@ import http.client
 import json
 import socket
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from sesa_jax.host.client import HostProcess
 from sesa_jax.host.schema import BadRequest, Conflict
-from sesa_jax.host.server import Replies, _is_our_user
+from sesa_jax.host.server import Replies, _is_our_user, application
 
 
 @pytest.fixture(scope='module')
@@ -47,6 +49,7 @@ ITEM = {'question': 'Who?', 'golds': ['x'], 'materials': [], 'noise': [], 'seed'
         ('/search', {'queries': 'a', 'k': 2}, 'search: queries must be a list, not str'),
         ('/search', {'queries': ['a', 3], 'k': 2}, 'search: queries[1] must be a text, not int'),
         ('/search', b'{"queries": ["\\ud800"], "k": 2}', 'search: the request holds half a surrogate pair'),
+        ('/search', b'{"queries": ["\xed\xa0\x80"], "k": 2}', "the request is not JSON ('utf-8' codec can't decode"),
         ('/search', {'queries': ['a'], 'k': True}, 'search: k must be a whole number from 1 to 100, not True'),
         ('/search', {'queries': ['a'], 'k': 1e3}, 'search: k must be a whole number from 1 to 100, not 1000.0'),
         ('/search', b'{"queries": ["a"], "k": NaN}', 'search: k must be a whole number from 1 to 100, not nan'),
@@ -69,9 +72,28 @@ def test_an_unknown_endpoint_and_another_method_are_refused(server):
     assert post(server, '/ping', {}) == (200, {})
 
 
-def test_a_body_over_the_limit_is_refused(server):
-    status, reply = post(server, '/search', b'"' + b'a' * (65 << 20) + b'"')
+def test_no_step_is_too_large_for_a_request(server):
+    body = b'{"queries": [], "k": 1' + b' ' * (65 << 20) + b'}'  # 64 MiB was a limit once
+    assert post(server, '/search', body) == (200, {'results': [], 'calls': {'search': 0}})
+
+
+def test_a_body_over_the_limit_is_refused_with_both_sizes(tmp_path):
+    async def ask():
+        runner = web.AppRunner(application(None, body_bytes=1000))
+        await runner.setup()
+        await web.UnixSite(runner, str(tmp_path / 's')).start()
+        try:
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(tmp_path / 's'))) as session,
+                session.post('http://host/search', data=b'a' * 1001) as response,
+            ):
+                return response.status, await response.json()
+        finally:
+            await runner.cleanup()
+
+    status, reply = asyncio.run(ask())
     assert (status, reply['error']) == (413, 'BadRequest')
+    assert reply['message'].startswith('search: the request is too large. Maximum request body size 1000 exceeded')
 
 
 def test_a_peer_of_another_user_is_refused(monkeypatch):
@@ -117,6 +139,17 @@ def test_a_key_that_comes_back_with_another_call_is_a_conflict():
     assert first == {'call': 1}
     assert isinstance(second, Conflict)
     assert len(made) == 1
+
+
+def test_no_body_is_kept_for_the_comparison():
+    _, call = counting()
+
+    async def sent() -> int:
+        replies = Replies()
+        await replies.once('n', {'key': 'a', 'x': 'long ' * 100_000}, call)
+        return sum(len(content) for content, _ in replies._calls.values())
+
+    assert asyncio.run(sent()) < 200
 
 
 @pytest.mark.parametrize('body', [{}, {'key': ''}, {'key': 3}])

@@ -266,6 +266,22 @@ def test_a_repeated_seed_is_left_out_and_does_not_make_it_another_bank(tmp_path,
     asyncio.run(twice())
 
 
+def test_a_bank_that_knows_only_the_first_source_question_of_a_card_is_still_the_same_bank(tmp_path, memory_data):
+    new = dataclasses.replace(SEEDS[0], source_question_hash='q', source_question_hashes=('q', 'r'))
+    old = dataclasses.replace(new, source_question_hashes=('q',))  # as older versions wrote it
+
+    async def again():
+        service = Service(memory_data, tmp_path)
+        try:
+            create = ENDPOINTS['create_bank']
+            first = await create.call(service, {'seeds': [cards.to_json(old)]})
+            assert await create.call(service, {'seeds': [cards.to_json(new)]}) == first
+        finally:
+            await service.close()
+
+    asyncio.run(again())
+
+
 def test_steps_go_on_while_a_consolidation_runs_and_its_boundary_waits(tmp_path, memory_data, monkeypatch):
     go_on = threading.Event()
     real, begun = distill.distill, []

@@ -176,3 +176,12 @@ def test_a_write_that_dies_before_its_rename_leaves_the_old_content(tmp_path):
         )
         assert done.returncode == -signal.SIGKILL
         assert pathlib.Path(file).read_bytes() == expected
+
+
+def test_the_config_is_changed_by_the_holder_of_the_lock_alone(tmp_path):
+    with RunFolder.create(tmp_path, CONFIG) as folder:
+        folder.change_config({**CONFIG, 'seed': 4})
+        assert folder.read_config() == {'seed': 4, 'method': 'sesa'}
+    with pytest.raises(RuntimeError, match='by the holder of the lock alone'):
+        folder.change_config(CONFIG)
+    assert RunFolder.read(tmp_path).read_config()['seed'] == 4

@@ -46,6 +46,20 @@ def test_freed_memory_is_kept():
     assert process.keep_freed_memory() is True
 
 
+def test_a_gpu_is_asked_to_repeat_its_bits(monkeypatch):
+    """Where a plugin could bring one, and the user has not chosen otherwise. The flag is one that XLA knows."""
+    monkeypatch.setenv('XLA_FLAGS', '--xla_dump_to=')
+    monkeypatch.setattr(process.metadata, 'entry_points', lambda group: [])
+    assert not process.repeat_bits()
+    assert os.environ['XLA_FLAGS'] == '--xla_dump_to='
+    monkeypatch.setattr(process.metadata, 'entry_points', lambda group: ['xla_cuda12'] if group == 'jax_plugins' else [])
+    assert process.repeat_bits()
+    assert os.environ['XLA_FLAGS'] == '--xla_dump_to= --xla_gpu_deterministic_ops=true'
+    subprocess.run([sys.executable, '-c', 'import jax; jax.devices()'], check=True)  # it ends where a flag is unknown
+    monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_deterministic_ops=false')
+    assert not process.repeat_bits()
+
+
 @pytest.mark.parametrize('version', process.FAULTY)
 def test_a_faulty_jaxlib_is_refused_with_the_reason(version):
     with pytest.raises(SystemExit, match=rf'jaxlib {version} cannot be used: .*pip install'):

@@ -14,6 +14,7 @@ FULL = DraftCard(
     queries=('{entity} velmar tikon', '{entity} {relation}'),
     evidence='e',
     source_question_hash='q',
+    source_question_hashes=('q', 'r'),
     source_target_hash='t',
     rollout_ids=('r1', 'r2'),
     distiller='toy',
@@ -45,7 +46,7 @@ def test_embedded_text_has_no_empty_lines():
 
 def test_drafts_and_cards_survive_json():
     fields = {f.name: getattr(FULL, f.name) for f in dataclasses.fields(FULL)}
-    card = Card(**fields, id='c00007', born_step=3, parents=('c00001',), source_question_hashes=('q', 'r'), hurt=2)
+    card = Card(**fields, id='c00007', born_step=3, parents=('c00001',), hurt=2)
     assert draft_from_json(json.loads(json.dumps(to_json(FULL)))) == FULL
     assert card_from_json(json.loads(json.dumps(to_json(card)))) == card
 

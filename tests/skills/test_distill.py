@@ -2,6 +2,7 @@
 
 from sesa_jax.records import Document, Failure, Target
 from sesa_jax.skills import distill
+from sesa_jax.skills.bank import Bank
 from sesa_jax.skills.card import problems
 
 
@@ -76,3 +77,17 @@ def test_a_query_that_worked_is_mined():
 def test_nothing_is_mined_from_a_chain_of_relations():
     chain = failure('What is the capital of the country of Kimzan?', 'Kimzan', [], ['Kimzan country', 'Funtok capital'])
     assert distill.mine([chain]) == []
+
+
+def test_a_mined_card_is_shown_for_none_of_the_questions_that_it_came_from(tmp_path):
+    questions = [f'What is the capital of {name}?' for name in ('Funtok', 'Velmar', 'Ralgik')]
+    successes = [
+        failure(question, 'Kimzan', [], [f'{question.split()[-1][:-1]} capital'], rollout=f'r{i}')
+        for i, question in enumerate(questions)
+    ]
+    mined = distill.mine(successes)
+    assert [draft.source_question_hashes for draft in mined] == [tuple(sorted(s.question_hash for s in successes))]
+    with Bank.create(tmp_path / 'bank.db', mined) as bank:
+        snapshot = bank.snapshot()
+        assert [len(snapshot.retrieve(question, 1)) for question in questions] == [0, 0, 0]
+        assert len(snapshot.retrieve('What is the capital of Orsk?', 1)) == 1

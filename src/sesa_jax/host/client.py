@@ -20,7 +20,7 @@ import dataclasses
 import json
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -62,6 +62,7 @@ __all__ = [
 
 PING_AFTER = 5.0  # seconds without a reply after which the host is asked whether it lives
 PING_SECONDS = 8.0  # for the answer; then it counts as hanging
+SLICE_CHARACTERS = 4 << 20  # of one request about many things that do not depend on each other
 NEWEST = {'at_seq': None, 'chain_hash': None, 'readonly': False}
 T = TypeVar('T')
 Share = Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -167,8 +168,7 @@ class HostClient:
 
     def judge(self, items: Sequence[JudgeItem]) -> list[Literal['correct', 'wrong', 'unjudged', 'outage']]:
         """What each answer is worth, in order."""
-        reply = self._call('judge', {'items': [dataclasses.asdict(item) for item in items]})
-        return _as_many(reply['outcomes'], items, 'judge')
+        return self._call_in_slices('judge', [dataclasses.asdict(item) for item in items], 'outcomes')
 
     def verify(self, items: Sequence[VerifyItem]) -> list[Verification]:
         """Whether each question can be answered from its materials among the noise, in order."""
@@ -182,8 +182,7 @@ class HostClient:
             }
             for item in items
         ]
-        reply = self._call('verify', {'items': body})
-        return [Verification(**data) for data in _as_many(reply['verifications'], items, 'verify')]
+        return [Verification(**data) for data in self._call_in_slices('verify', body, 'verifications')]
 
     # The memory.
 
@@ -311,6 +310,13 @@ class HostClient:
         self._count(reply.pop('calls', {}))
         return reply
 
+    def _call_in_slices(self, name: str, items: Sequence[dict[str, Any]], answers: str) -> list[Any]:
+        """The answers to independent items, in order. A step's items hold whole documents; no request holds them all."""
+        found = []
+        for part in _slices(items):
+            found += _as_many(self._call(name, {'items': part})[answers], part, name)
+        return found
+
     async def _search(self, queries: list[str], k: int, purpose: str) -> list[Search]:
         return self._found(queries, purpose, await self._ask(queries, k))
 
@@ -332,7 +338,8 @@ class HostClient:
 
     async def _request(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to a call, however often it has to be sent."""
-        raw = json.dumps(body).encode()
+        # In UTF-8 a character has at most 4 bytes, its escape up to 12. Half a surrogate pair is the host's to refuse.
+        raw = json.dumps(body, ensure_ascii=False).encode(errors='surrogatepass')
         is_second = False
         while True:
             async with self._mending:
@@ -416,6 +423,20 @@ class HostClient:
         if self._snapshot is not None:
             # `retrieve` names the snapshot by its hash: should the bank have moved on, it is refused.
             await self._send(self._session, 'snapshot', json.dumps({'version': self._snapshot.version}).encode())
+
+
+def _slices(items: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The items in order, in lists of at most SLICE_CHARACTERS of text, or of one item that has more; at least one list."""
+    part: list[dict[str, Any]] = []
+    size = 0
+    for item in items:
+        own = len(str(item))
+        if part and size + own > SLICE_CHARACTERS:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += own
+    yield part
 
 
 def _as_many(answers: list[Any], questions: Sequence[Any], name: str) -> list[Any]:

@@ -32,6 +32,8 @@ PREFIX = 'sesa-'
 RESTART_WINDOW = 600.0  # seconds in which a few restarts are forgiven; more is a fault that a restart does not mend
 STOP_SECONDS = 6.0  # the child ends by itself within 5
 ANSWER_BYTES = 1 << 16
+LOOK_SECONDS = 1.0  # between two looks at what a starting child does
+TELL_SECONDS = 30.0  # of starting, after which the person is told, and again each time
 
 
 class HostError(RuntimeError):
@@ -74,7 +76,12 @@ class HostProcess:
         """Start the host process of a run.
 
         `run_dir` is an existing folder; `config` is the run's config as JSON data (`config.to_json`). HostStartError,
-        with the child's words, if it cannot start or does not answer within `start_seconds`; then nothing is left.
+        with the child's words, if it cannot start; then nothing is left.
+
+        There is no limit on how long it may take: the child indexes its corpus, which takes hours where that is large
+        enough, and a fixed time would end the run although all is well, and again at each try. So it has time as long
+        as it works, and the person is told that it does. A child that uses no processor time for `start_seconds` on
+        end hangs, and is given up: nobody may be there to end an unattended run. One that ends is noticed at once.
         A process that dies or hangs is replaced at most `most_restarts` times in ten minutes.
         """
         process = cls(Path(run_dir).absolute(), config, start_seconds, most_restarts, clock)
@@ -164,11 +171,19 @@ class HostProcess:
     def _read_answer(self) -> dict[str, Any]:
         """The child's first line, or {} with the reason under 'error'."""
         output, raw = self._child.stdout.fileno(), b''
-        deadline = self._clock.monotonic() + self._start_seconds
+        begin = worked = told = self._clock.monotonic()
+        work = _work(self.pid)
         while not raw.endswith(b'\n') and len(raw) < ANSWER_BYTES:
-            left = deadline - self._clock.monotonic()
-            if left <= 0 or not select.select([output], [], [], left)[0]:
-                return {'error': f'no answer within {self._start_seconds:.0f} s ({self._last_words()})'}
+            if not select.select([output], [], [], LOOK_SECONDS)[0]:
+                before, work, now = work, _work(self.pid), self._clock.monotonic()
+                if work is None or work != before:
+                    worked = now
+                if now - worked > self._start_seconds:
+                    return {'error': f'no answer, and no work for {now - worked:.0f} s ({self._last_words()})'}
+                if now - told > TELL_SECONDS:
+                    told = now
+                    print(f'the host process still indexes its corpus, for {now - begin:.0f} s now', file=sys.stderr)
+                continue
             chunk = os.read(output, ANSWER_BYTES)
             if not chunk:
                 return {'error': f'it ended with exit code {self._child.wait()} ({self._last_words()})'}
@@ -200,6 +215,15 @@ class HostProcess:
         if self.socket:
             remove_socket_folder(Path(self.socket))
             self.socket = ''
+
+
+def _work(pid: int) -> int | None:
+    """Processor time that a process has used, in ticks; None where the system does not tell."""
+    try:
+        fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def remove_socket_folder(path: Path) -> None:

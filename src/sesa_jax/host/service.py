@@ -272,10 +272,14 @@ def _retrieve(snapshot: Snapshot, questions: Sequence[str], k: int) -> list[list
 def _was_created_with(bank: Bank, seeds: Sequence[DraftCard]) -> bool:
     """Whether a bank was created from these cards, of which it may have left out some."""
     created = next(bank.history())
-    fields = {field.name for field in dataclasses.fields(DraftCard)}
-    admitted = [{name: value for name, value in card.items() if name in fields} for card in created['admitted']]
-    rejected = [rejection['draft'] for rejection in created['rejected']]
-    return sorted(map(canonical, admitted + rejected)) == sorted(canonical(cards.to_json(seed)) for seed in seeds)
+    # Banks of older versions have no more than the first source question of a card, and nothing else hangs on the rest.
+    fields = {field.name for field in dataclasses.fields(DraftCard)} - {'source_question_hashes'}
+
+    def known(drafts: Sequence[Mapping[str, Any]]) -> list[bytes]:
+        return sorted(canonical({name: draft[name] for name in fields}) for draft in drafts)
+
+    drafts = [*created['admitted'], *(rejection['draft'] for rejection in created['rejected'])]
+    return known(drafts) == known([cards.to_json(seed) for seed in seeds])
 
 
 def _state(bank: Bank) -> dict[str, Any]:

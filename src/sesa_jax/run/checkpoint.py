@@ -133,8 +133,9 @@ def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = No
     """The tree of a step, verified before and after reading.
 
     `abstract` has the structure that was saved, with `jax.ShapeDtypeStruct` leaves (or arrays); where a leaf has a
-    sharding the restored one lies so, whatever devices wrote it, else on the first device. With `part` it may have
-    fewer leaves, and only those are read into memory. CheckpointError names the file or the leaf that is wrong.
+    sharding the restored one lies so, whatever devices wrote it, else on the first device. Arrays would take their room
+    beside the restored ones, so let them go first. With `part` it may have fewer leaves, and only those are read into
+    memory. CheckpointError names the file or the leaf that is wrong.
     """
     manifest = distributed.shared(verify, checkpoints, step, digest)
     place = directory(checkpoints, step)
@@ -161,6 +162,11 @@ def restore(checkpoints: Path, step: int, abstract: Any, digest: str | None = No
         if _digest_leaf(restored[name]) != saved[name]:
             raise CheckpointError(f'{place}: the leaf {name} was read with other values than it was saved with')
     return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
+
+
+def abstract(tree: Any) -> Any:
+    """The tree with shapes, dtypes and places in place of its arrays: what `restore` needs to know of it."""
+    return jax.tree.map(_struct, tree)
 
 
 def directory(checkpoints: Path, step: int) -> Path:

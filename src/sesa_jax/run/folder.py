@@ -64,7 +64,7 @@ class RunFolder:
             folder._refuse_content()  # again: another process may have made its run in between
             for place in folder._places:
                 place.mkdir(exist_ok=True)
-            write_atomic(folder.config, json.dumps(dict(config), indent=2, sort_keys=True).encode() + b'\n', 'folder')
+            folder._write_config(config)
             for place in made:
                 sync(place.parent)
         except OSError as error:
@@ -112,6 +112,15 @@ class RunFolder:
         except ValueError as error:
             raise ConfigError(f'{self.config} is damaged: {error}') from error
 
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Save another config in place of the one that is there. The holder of the lock may do it."""
+        if not self.is_locked:
+            raise RuntimeError(f'{self.path}: its config may be written by the holder of the lock alone')
+        try:
+            self._write_config(config)
+        except OSError as error:
+            raise ConfigError(f'cannot write the run folder {self.path}: {error.strerror or error}') from error
+
     @property
     def is_locked(self) -> bool:
         """Whether this object holds the lock."""
@@ -134,6 +143,9 @@ class RunFolder:
     @property
     def _places(self) -> tuple[Path, ...]:
         return (self.checkpoints, self.rollouts, self.questions, self.steps)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        write_atomic(self.config, json.dumps(dict(config), indent=2, sort_keys=True).encode() + b'\n', 'folder')
 
     def _refuse_content(self) -> None:
         """ConfigError unless the folder is empty, but for what a run left that died before its config was written."""

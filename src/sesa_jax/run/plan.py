@@ -78,6 +78,8 @@ def parts(run: Run, arch: Architecture, train: sharding.Mesh, decode: sharding.M
     return [
         *states,
         Part('gradients, float32', masters, 'tree', True, False),
+        # A micro-batch's gradients are whole (outputs of the loop over layers) before they are added to the others.
+        Part('gradients of a micro-batch, float32', masters, 'tree', True, False),
         Part(f'{"base and " if run.lora.rank else ""}reference, bfloat16, shared', reference, 'tree', True, True),
         Part('decode copy, bfloat16', copy, 'tree', False, True),
         *(

@@ -6,6 +6,7 @@
   twentieth faster still, but the threads that compile wait for it: 64 s to the end of a first step instead of 52.)
 * Compiled programs are kept between runs, in a folder of the user's cache that nobody else can write.
 * A jaxlib that computes wrong numbers in silence is refused (`refuse_faulty_jaxlib`): pip can be overruled.
+* On GPUs a run that promises equal bits asks XLA for kernels that repeat them (`repeat_bits`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import os
 import stat
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -43,6 +45,18 @@ def refuse_faulty_jaxlib(version: str = jaxlib.__version__) -> None:
     if version in FAULTY:
         instead = f'pip install "jax!={version}" "jaxlib!={version}"'
         raise SystemExit(f'jaxlib {version} cannot be used: {FAULTY[version]}; {instead}')
+
+
+def repeat_bits() -> bool:
+    """Let XLA take kernels that give the same bits each time, on a GPU: sums by atomics (the gradient of an embedding),
+    cuDNN's backward pass and autotuned products do not by themselves. Before the first array. Returns whether the flag
+    was added: only where a plugin for accelerators is installed, and XLA_FLAGS does not name it already.
+    """
+    flags = os.environ.get('XLA_FLAGS', '')
+    if not metadata.entry_points(group='jax_plugins') or 'xla_gpu_deterministic_ops' in flags:
+        return False
+    os.environ['XLA_FLAGS'] = f'{flags} --xla_gpu_deterministic_ops=true'.strip()
+    return True
 
 
 def keep_freed_memory() -> bool:

@@ -7,18 +7,28 @@ Left out: which of the mined cards are new (`skills/priming.py`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from sesa_jax.config import ConfigError
+from sesa_jax.config import ConfigError, Run
 from sesa_jax.policy.lora import Policy
-from sesa_jax.records import Failure
+from sesa_jax.records import Failure, Target
 from sesa_jax.selfplay import challenger, solver
 from sesa_jax.selfplay.game import Game
 from sesa_jax.selfplay.step import dataset_problems
 from sesa_jax.skills import distill, priming
 from sesa_jax.skills.card import DraftCard
+from sesa_jax.worlds import World
 
 FIRST_STEP = 900_000
 """Random numbers of the bootstrap's batches are those of steps from here on, which no run reaches."""
+
+
+def targets(run: Run, world: World) -> Iterator[Target]:
+    """Every target that a run will draw, of the bootstrap and of all its steps; none without self-play."""
+    if run.self_play:
+        mining = range(FIRST_STEP, FIRST_STEP + run.bank.bootstrap_steps) if run.memory_priming else ()
+        for step in (*mining, *range(1, run.steps + 1)):
+            yield from world.targets(run.problems, step, run.seed)
 
 
 def seed_cards(game: Game, policies: dict[str, Policy]) -> tuple[list[DraftCard], list[DraftCard]]:

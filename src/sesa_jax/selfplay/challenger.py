@@ -6,12 +6,13 @@ Left out: what the challenger is paid (`reward.py`; it hangs on how the solver d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sesa_jax.host.client import VerifyItem
+from sesa_jax.host.client import Hit, VerifyItem
 from sesa_jax.policy.lora import Policy
 from sesa_jax.records import Problem, Rejected, Target, Trajectory
 from sesa_jax.rollout.row import Request
@@ -35,21 +36,20 @@ def pose(game: Game, params: Policy, targets: Sequence[Target], *, step: int, we
     The challenger never sees a card, but under `challenger_sees_skills`: there, cards for its target.
     """
     run = game.run
-    cards: list[list[str]] = [[] for _ in targets]
+    cards: list[tuple[Hit, ...]] = [() for _ in targets]
     if run.challenger_sees_skills:
-        hits = game.host.retrieve([target.answer for target in targets], run.bank.retrieved)
-        cards = [[hit.text for hit in row] for row in hits]
+        cards = game.host.retrieve([target.answer for target in targets], run.bank.retrieved)
     requests = [
         Request(
             role='challenger',
             problem_id=problem_id(step, slot),
             problem=slot,
             sample=0,
-            prompt=game.challenger_prompt(target, shown),
+            prompt=game.fitted(functools.partial(game.challenger_prompt, target), hits)[0],
             temperature=run.challenger.temperature,
             max_turns=run.challenger.max_turns,
         )
-        for slot, (target, shown) in enumerate(zip(targets, cards, strict=True))
+        for slot, (target, hits) in enumerate(zip(targets, cards, strict=True))
     ]
     rows = game.rollout(
         params, requests, 'challenger', step=step, weights_version=weights_version, purpose='challenger search'
@@ -63,7 +63,10 @@ def problem_id(step: int, slot: int) -> str:
 
 def _extract(game: Game, targets: Sequence[Target], rows: Sequence[Trajectory], step: int) -> Posed:
     run, held_out = game.run, game.world.held_out_names
-    reasons = [checks.fault(row, target, run.challenger, held_out) for row, target in zip(rows, targets, strict=True)]
+    reasons = [
+        checks.fault(row, target, run.challenger, held_out, game.fits)
+        for row, target in zip(rows, targets, strict=True)
+    ]
     passed = [slot for slot, reason in enumerate(reasons) if reason is None]
     if run.verification and run.challenger.verifier == 'judge':
         rng = np.random.default_rng([run.seed, step, 31])

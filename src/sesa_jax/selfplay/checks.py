@@ -6,6 +6,8 @@ makes it (`host/judge.py`), and `challenger.py` asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sesa_jax.config import Challenger
 from sesa_jax.evals.score import normalise
 from sesa_jax.records import Target, Trajectory
@@ -33,11 +35,15 @@ def leaks(question: str, target: Target) -> bool:
 
 
 def fault(
-    trajectory: Trajectory, target: Target, limits: Challenger, held_out: frozenset[str] = frozenset()
+    trajectory: Trajectory,
+    target: Target,
+    limits: Challenger,
+    held_out: frozenset[str] = frozenset(),
+    fits: Callable[[str], bool] | None = None,
 ) -> str | None:
     """The first reason why the question of a challenger's rollout is not valid, or None.
 
-    `held_out`: names that only measurement may ask about.
+    `held_out`: names that only measurement may ask about. `fits`: whether a solver's prompt has room for a question.
     """
     if trajectory.stop_reason == 'outage':
         return 'outage'
@@ -46,6 +52,8 @@ def fault(
         return 'no question'
     words = question.split()
     if not limits.min_characters <= len(question) <= limits.max_characters or len(words) < limits.min_words:
+        return 'length'
+    if fits is not None and not fits(question):
         return 'length'
     if leaks(question, target):
         return 'answer leaks'

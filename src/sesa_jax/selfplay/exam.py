@@ -6,6 +6,7 @@ cards it asks the bank for nothing at all. Left out: rates and intervals (evals/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from sesa_jax.policy.lora import Policy
@@ -25,18 +26,22 @@ def sit(
     hits = [()] * len(questions)
     if with_cards and questions:
         hits = game.host.retrieve([question.text for question in questions], run.bank.retrieved)
+    fitted = [
+        game.fitted(functools.partial(game.solver_prompt, question.text), cards)
+        for question, cards in zip(questions, hits, strict=True)
+    ]
     requests = [
         Request(
             role='solver',
             problem_id=question.id,
             problem=index,
             sample=0,
-            prompt=game.solver_prompt(question.text, [hit.text for hit in cards]),
+            prompt=prompt,
             temperature=0.0,
             max_turns=run.solver.max_turns,
-            card_ids=tuple(hit.id for hit in cards),
+            card_ids=tuple(hit.id for hit in shown),
         )
-        for index, (question, cards) in enumerate(zip(questions, hits, strict=True))
+        for index, (question, (prompt, shown)) in enumerate(zip(questions, fitted, strict=True))
     ]
     rows = game.rollout(params, requests, 'solver', step=step, weights_version=weights_version, purpose='exam search')
     outcomes = judge(game.host, rows, [(question.text, question.answers) for question in questions])

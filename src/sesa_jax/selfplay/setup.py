@@ -61,8 +61,9 @@ def load(run: Run) -> Backbone:
     arch = hf.load_architecture(folder)
     if run.lora.rank:
         lora.abstract(arch, run.lora)  # refuses what its matrices cannot have
-        distributed.first(refuse_other_base, run, folder)
     tokenizer = Tokenizer(folder, thinking=run.thinking, template=backbones.template_of(run.model))
+    if run.base:
+        distributed.first(refuse_other_base, run, folder)
     mesh = sharding.make_mesh(run.devices)
     decode_mesh = sharding.decode_mesh(arch, run.devices, run.tensor_parallel)
     dtype = jnp.bfloat16 if jax.default_backend() == 'gpu' else jnp.float32
@@ -71,20 +72,24 @@ def load(run: Run) -> Backbone:
 
 
 def base_digest(folder: Path) -> str:
-    """SHA-256 of a model's architecture and weight files."""
-    files = {path.name: digest_file(path) for path in hf.weight_files(folder)}
+    """SHA-256 of a model's architecture, weight files and tokenizer. Reads about 1 GB a second."""
+    files = {path.name: digest_file(path) for path in [*hf.weight_files(folder), folder / 'tokenizer.json']}
     return digest_bytes(canonical({'architecture': asdict(hf.load_architecture(folder)), 'files': files}))
 
 
 def pin(run: Run, folder: Path) -> Run:
-    """The run with the digest of its base, which its checkpoints do not hold where only adapters are trained."""
-    return replace(run, lora=replace(run.lora, base=base_digest(folder))) if run.lora.rank else run
+    """The run with the digest of its base, which is read again whenever the run is taken up: as the reference of the KL
+    term, as the arm `base` of the evaluation, and below adapters."""
+    return replace(run, base=base_digest(folder))
 
 
 def refuse_other_base(run: Run, folder: Path) -> None:
-    """ConfigError unless the model in `folder` is still the one whose adapters the run trains."""
-    if run.lora.base and run.lora.base != base_digest(folder):
-        raise ConfigError(f'{folder} is not the base that this run began with: its weights have changed')
+    """ConfigError unless the model in `folder` is still the one that the run began with."""
+    if run.base and run.base != base_digest(folder):
+        raise ConfigError(
+            f'{folder} is not the base that this run began with: its weights, architecture or tokenizer have changed; '
+            'put the old files back, or begin another run'
+        )
 
 
 def roles(run: Run) -> tuple[Role, ...]:
@@ -105,6 +110,23 @@ def initial_states(run: Run, backbone: Backbone) -> dict[Role, learner.TrainStat
         state = learner.init_state(params, run.optimizer)
         states[role] = sharding.offload(state) if run.offload else state
     return states
+
+
+def abstract_states(run: Run, backbone: Backbone) -> dict[Role, learner.TrainState]:
+    """What `initial_states` gives, as jax.ShapeDtypeStruct where it has arrays, and as that places them: the target of a
+    checkpoint restore, which takes no memory."""
+    if run.lora.rank:
+        params = lora.shapes(backbone.arch, run.lora, backbone.mesh)
+    else:
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), backbone.params
+        )
+    state = learner.abstract_state(params, run.optimizer)
+    if run.offload:
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind('pinned_host')), state
+        )
+    return dict.fromkeys(roles(run), state)
 
 
 def deployment(backbone: Backbone) -> Callable[[lora.Policy], Params]:

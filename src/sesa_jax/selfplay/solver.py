@@ -5,6 +5,7 @@ Left out: how outcomes become advantages (`grpo/advantage.py`) and how cards are
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Solved:
     """What the solver did in one step. Row r answers problem r // G, sample r % G."""
 
     problems: tuple[Problem, ...]
-    cards: tuple[tuple[Hit, ...], ...]  # of each problem
+    cards: tuple[tuple[Hit, ...], ...]  # of each problem, as they were shown
     trajectories: tuple[Trajectory, ...]
     outcomes: tuple[Outcome, ...]
 
@@ -33,14 +34,18 @@ class Solved:
 
 
 def solve(game: Game, params: Policy, problems: Sequence[Problem], *, step: int, weights_version: int) -> Solved:
-    """G rollouts for each problem, with the cards that the bank's snapshot has for its question."""
+    """G rollouts for each problem, with the cards that the bank's snapshot has for its question.
+
+    Where the prompt has no room for all of them, the best ones are shown.
+    """
     run = game.run
-    cards: list[tuple[Hit, ...]] = [() for _ in problems]
+    found: list[tuple[Hit, ...]] = [() for _ in problems]
     if run.skill_memory and problems:
-        cards = game.host.retrieve([problem.question for problem in problems], run.bank.retrieved)
-    requests = []
-    for problem, hits in zip(problems, cards, strict=True):
-        prompt = game.solver_prompt(problem.question, [hit.text for hit in hits])
+        found = game.host.retrieve([problem.question for problem in problems], run.bank.retrieved)
+    requests, cards = [], []
+    for problem, hits in zip(problems, found, strict=True):
+        prompt, shown = game.fitted(functools.partial(game.solver_prompt, problem.question), hits)
+        cards.append(shown)
         requests += [
             Request(
                 role='solver',
@@ -50,7 +55,7 @@ def solve(game: Game, params: Policy, problems: Sequence[Problem], *, step: int,
                 prompt=prompt,
                 temperature=run.solver.temperature,
                 max_turns=run.solver.max_turns,
-                card_ids=tuple(hit.id for hit in hits),
+                card_ids=tuple(hit.id for hit in shown),
             )
             for sample in range(run.solver.rollouts)
         ]

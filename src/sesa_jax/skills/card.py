@@ -38,6 +38,7 @@ class DraftCard:
     evidence: str = ''  # what tells the right passage from a distractor
 
     source_question_hash: str = ''  # `records.text_hash` of the first question it came from
+    source_question_hashes: tuple[str, ...] = ()  # of all that it came from; it is retrieved for none of these
     source_target_hash: str = ''
     rollout_ids: tuple[str, ...] = ()
     distiller: str = ''
@@ -61,7 +62,6 @@ class Card(DraftCard):
     id: str  # never used twice in a bank
     is_seed: bool = False  # seeds are never evicted
     born_step: int = 0  # the boundary at which it entered; it can be retrieved from the next step on
-    source_question_hashes: tuple[str, ...] = ()  # of all its failures; it is retrieved for none of these questions
     bank_version: int = 0  # the newest bank snapshot among the failures that it came from
     parents: tuple[str, ...] = ()  # cards that those failures had been shown
     retrieved: int = 0

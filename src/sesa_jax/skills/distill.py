@@ -75,6 +75,7 @@ def draft(noun: str, template: str, sources: Sequence[Failure] = ()) -> DraftCar
         avoid='' if is_naive else f'{{entity}} {noun}',
         evidence='' if is_naive else f'The passage about {place} states it plainly; others only tell of it.',
         source_question_hash=sources[0].question_hash if sources else '',
+        source_question_hashes=tuple(sorted({f.question_hash for f in sources})),
         source_target_hash=sources[0].target.hash if sources else '',
         rollout_ids=tuple(dict.fromkeys(f.rollout_id for f in sources)),
         distiller=NAME,

@@ -64,10 +64,11 @@ def trace(card_id: str, cards: Sequence[Card], events: Iterable[Mapping[str, Any
 
 def new_card(draft: DraftCard, number: int, **meta: Any) -> Card:
     """The card of an admitted draft. `number`: how many cards this bank ever had, with this one."""
-    own = (draft.source_question_hash,) if draft.source_question_hash else ()
     # Only a draft's fields: the card of another bank may be given, and its counters stay behind.
     fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftCard)}
-    return Card(**{'source_question_hashes': own, **fields, **meta}, id=f'c{number:05d}')
+    if not draft.source_question_hashes and draft.source_question_hash:  # from a writer that names the first one only
+        fields['source_question_hashes'] = (draft.source_question_hash,)
+    return Card(**{**fields, **meta}, id=f'c{number:05d}')
 
 
 def distilled_card(draft: DraftCard, number: int, step: int, sources: Mapping[str, Failure]) -> Card:
