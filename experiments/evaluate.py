@@ -31,7 +31,7 @@ from sesa_jax.policy.transformer import Params
 from sesa_jax.run import checkpoint, commit
 from sesa_jax.run.files import write_atomic
 from sesa_jax.run.folder import RunFolder
-from sesa_jax.run.process import prepare
+from sesa_jax.run.process import prepare, repeat_bits
 from sesa_jax.selfplay import exam, setup
 from sesa_jax.selfplay.game import Game
 from sesa_jax.skills.bank import Bank, BankError
@@ -87,6 +87,8 @@ def evaluate(path: pathlib.Path, per_cell: int | None = None) -> EvaluationResul
     """Evaluate the newest commit of a run that is whole, and say which newer ones are not. ConfigError where none is."""
     with RunFolder.resume(path) as folder:
         run = config.from_json(folder.read_config())
+        if run.rollout.deterministic:
+            repeat_bits()
         if per_cell is not None:
             run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, per_cell=per_cell))
             door.check(run)
