@@ -242,8 +242,8 @@ def acknowledge(
 
 
 def engine_times(game: Game) -> dict[str, float]:
-    """Of all rollouts of this process so far: programs compiled (a resumed run compiles again, so this counts as time),
-    seconds in which the device computed, seconds that searches took, and those of them in which it computed."""
+    """Of all rollouts of this process so far: programs compiled (a resumed run compiles again, so this counts as time), and
+    the seconds of `Engine`."""
     seconds = {f'engine_{name}': round(value, 3) for name, value in game.engine.seconds.items()}
     return {'engine_programs': game.engine.counters['compilations'], **seconds}
 
